@@ -1,0 +1,187 @@
+"""The config schema: one dataclass per part of the system, every key with its doc and rule beside it.
+
+Rules that involve one key stand in its declaration; rules between keys stand in `unirl.config.rules`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from unirl.algorithms.config import NormConfig, PolicyLossConfig
+from unirl.utils.keys import key
+
+
+@dataclass
+class ModelConfig:
+    path: str = key("???", "Hugging Face folder (or hub name) of the policy: config.json, tokenizer, safetensors.")
+    dtype: str = key(
+        "float32", "Dtype of weights and activations in training.", choices=["float32", "bfloat16"]
+    )
+    trust_remote_code: bool = key(False, "Let transformers run code that comes with the model or tokenizer.")
+
+
+@dataclass
+class DataConfig:
+    kind: str = key(
+        "jsonl", "Where prompts come from.", choices=["jsonl", "reasoning_gym"]
+    )
+    path: str | None = key(None, "JSON-lines file of prompts, one object a line (kind jsonl).")
+    tasks: dict[str, Any] = key(
+        factory=dict, doc="reasoning_gym families and their parameters, e.g. {chain_sum: {min_terms: 3}}."
+    )
+    size: int = key(10_000, "Training problems to make (kind reasoning_gym).", ge=1)
+    heldout_size: int = key(256, "Held-out problems, disjoint from training (kind reasoning_gym).", ge=1)
+    seed: int = key(0, "Seed of the problems and of the order in which prompts are drawn.", ge=0)
+    shuffle: bool = key(True, "Draw prompts in a new seeded order each epoch; false keeps the file's order.")
+    max_prompt_tokens: int = key(
+        1024, "Longest prompt in tokens as sent, chat template included; longer ones are dropped and counted.", ge=1
+    )
+    system_prompt: str | None = key(None, "System message put before every prompt.")
+    example_messages: list[dict[str, str]] = key(
+        factory=list, doc="Chat messages {role, content} put before every prompt: worked examples."
+    )
+    prompt_template: str = key(
+        "{prompt}", "Text sent for a prompt given as text; `{prompt}` stands for it, other braces are literal."
+    )
+    chat_template: bool = key(True, "Apply the tokenizer's chat template; false sends the bare text.")
+
+
+@dataclass
+class SamplingConfig:
+    num_samples: int = key(8, "Samples per prompt: the size of a group.", ge=1)
+    temperature: float = key(1.0, "Sampling temperature; 0 is refused in training.", ge=0)
+    top_p: float = key(1.0, "Nucleus sampling threshold; 1 is off.", gt=0, le=1)
+    top_k: int = key(-1, "Sample among the k likeliest tokens; -1 is off.", ge=-1)
+    max_new_tokens: int = key("???", "Longest response in tokens; longer ones are truncated.", ge=1)
+
+
+@dataclass
+class RolloutConfig:
+    engine: str = key("native", "Rollout engine.", choices=["native", "sglang"])
+    max_batch_size: int = key(1024, "Samples decoded at once by the native engine.", ge=1)
+    num_threads: int | None = key(None, "CPU threads of the native engine; null takes all cores.", ge=1)
+
+
+@dataclass
+class RewardConfig:
+    scorer: str = key(
+        "math_boxed",
+        "math_boxed, math_verify, reasoning_gym, or the dotted path of a class with score(responses, answers).",
+    )
+    num_workers: int = key(2, "Scorer processes.", ge=1)
+    timeout_s: float = key(10.0, "Seconds one answer may take to grade before it counts 0 and its worker is replaced.", gt=0)
+    max_response_chars: int = key(200_000, "Longer responses are graded on their last so many characters.", ge=1)
+    truncated_reward: str = key(
+        "keep",
+        "Reward of a truncated sample: keep the grade, zero it, or soft: subtract the overlong penalty.",
+        choices=["keep", "zero", "soft"],
+    )
+    overlong_tokens: int = key(512, "Length of the soft penalty zone before max_new_tokens (truncated_reward soft).", ge=1)
+    overlong_penalty_factor: float = key(1.0, "Penalty at max_new_tokens (truncated_reward soft).", ge=0)
+
+
+@dataclass
+class AlgorithmConfig(PolicyLossConfig):
+    temperature: float = key(
+        "${sampling.temperature}", "Temperature of the log-probs in training; must be sampling.temperature.", gt=0
+    )
+    adv_norm: NormConfig = key(
+        factory=lambda: NormConfig(mean_level="group", std_level=None), doc="How rewards become advantages."
+    )
+    entropy_coef: float = key(0.0, "Weight of the entropy bonus.", ge=0)
+    allow_multi_update: bool = key(
+        False, "Split a batch into stack.num_updates_per_batch disjoint mini-batches though the loss anchors its ratio "
+        "on the rollout's own log-probs (DRPO)."
+    )
+
+
+@dataclass
+class StackConfig:
+    micro_batch_tokens: int = key(16_384, "Token budget of a micro-batch, prompt and response counted.", ge=1)
+    num_updates_per_batch: int = key(1, "Optimizer steps per rollout batch, each on its own mini-batch of groups.", ge=1)
+    max_grad_norm: float = key(1.0, "Gradients are clipped to this global norm.", gt=0)
+    recompute: str = key("none", "Activation recomputation.", choices=["none", "selective", "full"])
+
+
+@dataclass
+class ParallelConfig:
+    tp: int = key(1, "Tensor-parallel size.", ge=1)
+    pp: int = key(1, "Pipeline-parallel size.", ge=1)
+    cp: int = key(1, "Context-parallel size.", ge=1)
+    ep: int = key(1, "Expert-parallel size.", ge=1)
+    sequence_parallel: bool = key(False, "Shard activations along the sequence in TP groups.")
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = key(1e-6, "Peak learning rate.", gt=0)
+    min_lr: float = key(0.0, "Learning rate at the end of a linear or cosine schedule.", ge=0)
+    betas: list[float] = key(factory=lambda: [0.9, 0.999], doc="AdamW betas.")
+    eps: float = key(1e-8, "AdamW epsilon.", gt=0)
+    weight_decay: float = key(0.01, "AdamW weight decay.", ge=0)
+    schedule: str = key("constant", "Learning-rate schedule after the warm-up.", choices=["constant", "linear", "cosine"])
+    warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", ge=0)
+
+
+@dataclass
+class SyncConfig:
+    mode: str = key(
+        "inprocess", "How weights reach the rollout engine.", choices=["inprocess", "tensor", "disk", "distributed"]
+    )
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = key(10, "Iterations between checkpoints; 0 saves only at the end and on Ctrl-C.", ge=0)
+    keep: int = key(2, "Newest checkpoints kept.", ge=1)
+
+
+@dataclass
+class EvalConfig:
+    every: int = key(10, "Iterations between evaluations; 0 evaluates only before and after training.", ge=0)
+    path: str | None = key(None, "JSON-lines file of evaluation prompts (kind jsonl); null: no evaluation.")
+    num_samples: int = key(1, "Samples per evaluation prompt: the n of avg@n and the k of pass@k.", ge=1)
+    temperature: float = key(1.0, "Sampling temperature in evaluation; 0 is greedy.", ge=0)
+    max_new_tokens: int = key("${sampling.max_new_tokens}", "Longest response in evaluation.", ge=1)
+    max_prompts: int | None = key(None, "Evaluate on the first so many prompts; null takes all.", ge=1)
+
+
+@dataclass
+class ClusterConfig:
+    mode: str = key("inprocess", "Run everything in this process, or on a Ray cluster.", choices=["inprocess", "ray"])
+    layout: str = key("colocate", "Rollout and training share devices or split them.", choices=["colocate", "split"])
+
+
+@dataclass
+class LoggingConfig:
+    samples_per_iteration: int = key(8, "Rollout samples written to samples.jsonl per iteration.", ge=0)
+    trackers: list[str] = key(factory=list, doc="Extra metric sinks beside metrics.jsonl: tensorboard.")
+
+
+@dataclass
+class TrainConfig:
+    """Root of the config."""
+
+    num_devices: int = key(1, "Devices of the job: GPUs, or CPU processes.", ge=1)
+    devices_per_node: int = key(8, "Devices of one node.", ge=1)
+    batch_size: int = key("???", "Prompts per iteration.", ge=1)
+    num_iterations: int = key("???", "Iterations: rollout batches to train on.", ge=1)
+    seed: int = key(0, "Seed of sampling; data.seed decides the prompts.", ge=0)
+    run_dir: str = key("???", "Folder of the run: config, metrics, samples, checkpoints.")
+    resume: str = key(
+        "never", "auto continues from the newest checkpoint of run_dir where there is one; never starts anew.",
+        choices=["auto", "never"],
+    )
+    model: ModelConfig = key(factory=ModelConfig, doc="The policy.")
+    data: DataConfig = key(factory=DataConfig, doc="Training prompts.")
+    sampling: SamplingConfig = key(factory=SamplingConfig, doc="How responses are drawn.")
+    rollout: RolloutConfig = key(factory=RolloutConfig, doc="The engine that draws them.")
+    reward: RewardConfig = key(factory=RewardConfig, doc="How responses are graded.")
+    algorithm: AlgorithmConfig = key(factory=AlgorithmConfig, doc="Loss and advantages.")
+    stack: StackConfig = key(factory=StackConfig, doc="Micro-batches and updates.")
+    parallel: ParallelConfig = key(factory=ParallelConfig, doc="How the trainer is split.")
+    optimizer: OptimizerConfig = key(factory=OptimizerConfig, doc="AdamW and its schedule.")
+    sync: SyncConfig = key(factory=SyncConfig, doc="Weights from trainer to rollout engine.")
+    checkpoint: CheckpointConfig = key(factory=CheckpointConfig, doc="When to save.")
+    eval: EvalConfig = key(factory=EvalConfig, doc="Evaluation.")
+    cluster: ClusterConfig = key(factory=ClusterConfig, doc="Where processes run.")
+    logging: LoggingConfig = key(factory=LoggingConfig, doc="What is written down.")

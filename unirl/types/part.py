@@ -1,0 +1,154 @@
+"""`Part`: N samples as one unit of data, with their tokens packed in a `TextSegment`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+
+from unirl import algorithms
+
+_TOKEN_FIELDS = {
+    "tokens": torch.int64,
+    "log_probs": torch.float32,
+    "loss_mask": torch.bool,
+    "turn_ids": torch.int64,
+    "weight_versions": torch.int64,
+}
+_SAMPLE_FIELDS = {
+    "lengths": torch.int64,
+    "sample_ids": torch.int64,
+    "group_ids": torch.int64,
+    "episode_ids": torch.int64,
+    "status": torch.int64,
+}
+
+
+@dataclass(frozen=True)
+class TextSegment:
+    """The tokens of N samples, packed one after the other, T tokens in all (CPU tensors).
+
+    Every token tensor is aligned to the token itself: `log_probs[t]` = log p(tokens[t] | tokens[<t]).
+
+    tokens [T] int64: prompt and generated tokens of each sample.
+    log_probs [T] float32: rollout log-probs in nats (`rollout_logp`); 0 where `loss_mask` is False.
+    loss_mask [T] bool: True on generated tokens.
+    turn_ids [T] int64: number of the generated span within its sample, -1 where not generated.
+    weight_versions [T] int64: weight version that drew the token, -1 where not generated.
+    lengths [N] int64: tokens of each sample, sum = T.
+    sample_ids, group_ids, episode_ids [N] int64.
+    status [N] int64: `SampleStatus` values.
+
+    Raises ValueError on a wrong dtype or shape.
+    """
+
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+    loss_mask: torch.Tensor
+    turn_ids: torch.Tensor
+    weight_versions: torch.Tensor
+    lengths: torch.Tensor
+    sample_ids: torch.Tensor
+    group_ids: torch.Tensor
+    episode_ids: torch.Tensor
+    status: torch.Tensor
+
+    def __post_init__(self):
+        num_tokens, num_samples = int(self.lengths.sum()), self.lengths.numel()
+        for expected, dtypes in ((num_tokens, _TOKEN_FIELDS), (num_samples, _SAMPLE_FIELDS)):
+            for name, dtype in dtypes.items():
+                value = getattr(self, name)
+                if value.dtype != dtype or tuple(value.shape) != (expected,):
+                    raise ValueError(
+                        f"TextSegment.{name}: found {value.dtype} {tuple(value.shape)}, expected {dtype} ({expected},)"
+                    )
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """[N+1] int64: sample i holds tokens cu_seqlens[i] to cu_seqlens[i+1]."""
+        return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+
+    @property
+    def response_lengths(self) -> torch.Tensor:
+        """[N] int64: generated tokens of each sample."""
+        return self.sum_by_sample(self.loss_mask.long())
+
+    @property
+    def token_sample_index(self) -> torch.Tensor:
+        """[T] int64: position (0..N-1) of the sample that a token belongs to."""
+        return torch.repeat_interleave(torch.arange(self.lengths.numel()), self.lengths)
+
+    def sum_by_sample(self, values: torch.Tensor) -> torch.Tensor:
+        """values [T] -> [N], summed over each sample's tokens (dtype kept)."""
+        return values.new_zeros(self.lengths.numel()).index_add_(0, self.token_sample_index, values)
+
+    def token_positions(self, samples: torch.Tensor) -> torch.Tensor:
+        """samples [M] int64 -> positions in [0, T) of their tokens, sample after sample in the order given."""
+        starts, lengths = self.cu_seqlens[:-1][samples], self.lengths[samples]
+        within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        return torch.repeat_interleave(starts, lengths) + within
+
+    def select(self, samples: torch.Tensor) -> "TextSegment":
+        """The samples at the positions `samples` [M] int64, in that order."""
+        tokens = self.token_positions(samples)
+        return TextSegment(
+            **{name: getattr(self, name)[tokens] for name in _TOKEN_FIELDS},
+            **{name: getattr(self, name)[samples] for name in _SAMPLE_FIELDS},
+        )
+
+    @staticmethod
+    def concat(segments: Sequence["TextSegment"]) -> "TextSegment":
+        """One segment of all samples, in order."""
+        return TextSegment(**{f.name: torch.cat([getattr(s, f.name) for s in segments]) for f in fields(TextSegment)})
+
+
+@dataclass(frozen=True)
+class Part:
+    """N samples as one unit of data.
+
+    text: the packed tokens.
+    rewards [N] float32 or None before grading; NaN = no verdict (the sample is left out of training).
+    advantages [T] float32 or None before `compute_advantages`; 0 where `loss_mask` is False.
+    records: one dict per sample, the prompt record (`prompt`, `answer`, `data_source`, other fields kept).
+    """
+
+    text: TextSegment
+    records: tuple[dict[str, Any], ...]
+    rewards: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.text.lengths.numel()
+
+    def with_rewards(self, rewards: torch.Tensor) -> "Part":
+        """The same samples with rewards [N] float32."""
+        if tuple(rewards.shape) != (len(self),):
+            raise ValueError(f"rewards: found shape {tuple(rewards.shape)}, expected ({len(self)},)")
+        return replace(self, rewards=rewards.float())
+
+    def compute_advantages(
+        self, normalize: algorithms.NormConfig | bool = True, scope: Literal["group", "batch"] = "group"
+    ) -> "Part":
+        """The same samples with one advantage per sample, spread over its generated tokens.
+
+        `normalize=True`: reward minus its mean over `scope` (the group of `group_ids`, or the batch).
+        `normalize=False`: the reward itself. A `NormConfig` says both levels itself, and `scope` is not read.
+        A reward that is not finite gives 0 and enters no statistic.
+        """
+        if self.rewards is None:
+            raise ValueError("Part.compute_advantages: rewards are not there yet; grade the samples first")
+        if isinstance(normalize, bool):
+            if scope not in ("group", "batch"):
+                raise ValueError(f"scope: found {scope!r}, expected 'group' or 'batch'")
+            normalize = algorithms.NormConfig(mean_level=scope if normalize else None, std_level=None)
+        values = algorithms.normalize(self.rewards, self.text.group_ids, normalize)
+        return replace(self, advantages=values[self.text.token_sample_index] * self.text.loss_mask)
+
+    def select(self, samples: torch.Tensor) -> "Part":
+        """The samples at the positions `samples` [M] int64, in that order."""
+        return Part(
+            text=self.text.select(samples),
+            records=tuple(self.records[i] for i in samples.tolist()),
+            rewards=None if self.rewards is None else self.rewards[samples],
+            advantages=None if self.advantages is None else self.advantages[self.text.token_positions(samples)],
+        )
