@@ -13,6 +13,9 @@ from unirl.utils.keys import key
 @dataclass
 class ModelConfig:
     path: str = key("???", "Hugging Face folder (or hub name) of the policy: config.json, tokenizer, safetensors.")
+    maker: str | None = key(
+        None, "Dotted path of a callable(path) that makes the folder where it does not exist (small models of the demos)."
+    )
     dtype: str = key(
         "float32", "Dtype of weights and activations in training.", choices=["float32", "bfloat16"]
     )
@@ -98,6 +101,7 @@ class AlgorithmConfig(PolicyLossConfig):
 class StackConfig:
     micro_batch_tokens: int = key(16_384, "Token budget of a micro-batch, prompt and response counted.", ge=1)
     num_updates_per_batch: int = key(1, "Optimizer steps per rollout batch, each on its own mini-batch of groups.", ge=1)
+    share_prompts: bool = key(False, "Train on a prompt once for all its samples (own attention only, short responses).")
     max_grad_norm: float = key(1.0, "Gradients are clipped to this global norm.", gt=0)
     recompute: str = key("none", "Activation recomputation.", choices=["none", "selective", "full"])
 
