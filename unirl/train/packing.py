@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from unirl.types import Part, TextSegment
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -35,3 +37,132 @@ class MicroBatch:
     advantages: torch.Tensor
     loss_mask: torch.Tensor
     sample_positions: torch.Tensor
+
+
+def plan_micro_batches(
+    part: Part, samples: torch.Tensor, *, token_budget: int, share_prompts: bool = False
+) -> list[MicroBatch]:
+    """Pack the samples at the positions `samples` [M] int64 into micro-batches of at most `token_budget` tokens.
+
+    Prompt and response tokens count; with `share_prompts` the prompt of a group counts once for each tree. Samples
+    without a response token are left out. The plan depends on nothing but its arguments.
+
+    Raises ValueError when one sample alone exceeds the budget (it names the sample) or `part` has no advantages.
+    """
+    if part.advantages is None:
+        raise ValueError("plan_micro_batches: the part has no advantages yet; call Part.compute_advantages first")
+    text = part.text
+    samples = samples[text.response_lengths[samples] > 0]
+    layout = _Layout(text)
+    trees = _trees(layout, samples.tolist(), token_budget, share_prompts)
+    bins = first_fit_decreasing([layout.tree_tokens(tree) for tree in trees], token_budget)
+    return [_pack(part, layout, [trees[i] for i in members]) for members in bins]
+
+
+def first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
+    """Bins of indices into `sizes`, the sum of each bin at most `capacity`; indices ascend within a bin."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        slot = next((b for b, left in enumerate(room) if left >= sizes[index]), None)
+        if slot is None:
+            slot = len(bins)
+            bins.append([])
+            room.append(capacity)
+        bins[slot].append(index)
+        room[slot] -= sizes[index]
+    return [sorted(members) for members in bins]
+
+
+class _Layout:
+    """Where each sample's prompt and response lie in a TextSegment, as Python ints."""
+
+    def __init__(self, text: TextSegment):
+        self.text = text
+        self.start = text.cu_seqlens[:-1].tolist()
+        self.length = text.lengths.tolist()
+        index = text.token_sample_index
+        # The prompt is everything before the first generated token: count the tokens that no generated one precedes.
+        seen = text.loss_mask.long().cumsum(0)
+        before_sample = torch.cat([seen.new_zeros(1), seen])[text.cu_seqlens[:-1]]
+        self.prompt = text.sum_by_sample((seen == before_sample[index]).long()).tolist()
+        self.group = text.group_ids.tolist()
+
+    def response_tokens(self, sample: int) -> int:
+        return self.length[sample] - self.prompt[sample]
+
+    def tree_tokens(self, tree: list[int]) -> int:
+        return self.prompt[tree[0]] + sum(map(self.response_tokens, tree))
+
+    def prompt_ids(self, sample: int) -> torch.Tensor:
+        return self.text.tokens[self.start[sample] : self.start[sample] + self.prompt[sample]]
+
+
+def _trees(layout: _Layout, samples: list[int], token_budget: int, share_prompts: bool) -> list[list[int]]:
+    """Samples that share one prompt pass, each list within the token budget."""
+    open_trees: dict[int, list[int]] = {}
+    trees: list[list[int]] = []
+    for sample in samples:
+        if layout.length[sample] > token_budget:
+            raise ValueError(
+                f"sample {int(layout.text.sample_ids[sample])} has {layout.length[sample]} tokens, more than the budget "
+                f"of a micro-batch, {token_budget}: raise stack.micro_batch_tokens"
+            )
+        tree = open_trees.get(layout.group[sample]) if share_prompts else None
+        if (
+            tree is not None
+            and layout.tree_tokens(tree) + layout.response_tokens(sample) <= token_budget
+            and torch.equal(layout.prompt_ids(tree[0]), layout.prompt_ids(sample))
+        ):
+            tree.append(sample)
+        else:
+            trees.append([sample])
+            open_trees[layout.group[sample]] = trees[-1]
+    return trees
+
+
+def _pack(part: Part, layout: _Layout, trees: list[list[int]]) -> MicroBatch:
+    text = part.text
+    source, position_ids, branch_ids, predict, loss_tokens = [], [], [], [], []
+    bounds, loss_counts, end = [0], [], 0
+    for tree in trees:
+        tree_start, prompt = end, layout.prompt[tree[0]]
+        source.append(torch.arange(prompt) + layout.start[tree[0]])
+        position_ids.append(torch.arange(prompt))
+        branch_ids.append(torch.zeros(prompt, dtype=torch.int64))
+        end += prompt
+        for branch, sample in enumerate(tree, start=1):
+            response = torch.arange(prompt, layout.length[sample])
+            source.append(response + layout.start[sample])
+            position_ids.append(response)
+            # A tree of one sample is plain causal text: every token is on the trunk.
+            branch_ids.append(torch.full_like(response, branch if len(tree) > 1 else 0))
+            generated = response[text.loss_mask[layout.start[sample] + response]]
+            predict.append(_predicting_positions(generated, prompt, tree_start, end))
+            loss_tokens.append(generated + layout.start[sample])
+            loss_counts.append(generated.numel())
+            end += response.numel()
+        bounds.append(end)
+    source, loss_tokens = torch.cat(source), torch.cat(loss_tokens)
+    old_logp, advantages = text.log_probs[loss_tokens], part.advantages[loss_tokens]
+    return MicroBatch(
+        tokens=text.tokens[source],
+        position_ids=torch.cat(position_ids),
+        branch_ids=torch.cat(branch_ids),
+        tree_cu_seqlens=torch.tensor(bounds),
+        predict_positions=torch.cat(predict),
+        targets=text.tokens[loss_tokens],
+        loss_cu_seqlens=torch.tensor([0, *loss_counts]).cumsum(0),
+        old_logp=old_logp,
+        advantages=advantages,
+        loss_mask=torch.isfinite(old_logp) & torch.isfinite(advantages),
+        sample_positions=torch.tensor([sample for tree in trees for sample in tree]),
+    )
+
+
+def _predicting_positions(positions: torch.Tensor, prompt: int, tree_start: int, branch_start: int) -> torch.Tensor:
+    """The one shift by one between logits and tokens: the token at position p of a sample is predicted by the hidden
+    state at position p - 1, which lies on the shared prompt where p is the first token of a branch.
+    """
+    previous = positions - 1
+    return torch.where(previous < prompt, tree_start + previous, branch_start + previous - prompt)

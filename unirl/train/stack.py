@@ -1,0 +1,110 @@
+"""`TrainStack`: one rollout batch in, optimizer steps and their metrics out."""
+
+from typing import Protocol
+
+import torch
+
+from unirl.algorithms import Denominators, PolicyAlgorithm, count_denominators, merge_metrics
+from unirl.config.schema import StackConfig
+from unirl.train.packing import plan_micro_batches
+from unirl.types import Part
+
+
+class StepResult(Protocol):
+    """What an actor says of one optimizer step."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class Actor(Protocol):
+    """The policy under training, as far as `TrainStack` needs it."""
+
+    def forward_backward(self, micro_batches, loss_fn) -> list[dict]: ...
+
+    def optimizer_step(self) -> StepResult: ...
+
+
+class TrainStack:
+    """Splits a batch into mini-batches and micro-batches and drives algorithm and actor over them.
+
+    Raises ValueError where several updates per batch are asked of an algorithm that anchors its ratio on the
+    rollout's own log-probs, unless `allow_multi_update`.
+    """
+
+    def __init__(self, actor: Actor, algorithm: PolicyAlgorithm, config: StackConfig, *, allow_multi_update: bool = False):
+        if config.num_updates_per_batch > 1 and not (algorithm.supports_multi_update or allow_multi_update):
+            raise ValueError(
+                f"{type(algorithm).__name__} makes one update per batch, found "
+                f"stack.num_updates_per_batch={config.num_updates_per_batch}: set it to 1, or "
+                "algorithm.allow_multi_update=true to split the batch into disjoint mini-batches"
+            )
+        self.actor = actor
+        self.algorithm = algorithm
+        self.config = config
+
+    def train_track(self, part: Part) -> dict[str, float]:
+        """Train on a graded `part` with advantages: `stack.num_updates_per_batch` optimizer steps at most.
+
+        Samples that cannot move the policy (advantage 0 everywhere) are not run through the model, but stay in the
+        denominators. A mini-batch without any other sample makes no optimizer step. Returns metrics over the trained
+        tokens; `optimizer_steps` counts the steps made, and where it is 0 there is neither `loss` nor `grad_norm`.
+        """
+        micro_metrics, steps, trained = [], [], 0
+        for samples in self._mini_batches(part):
+            denominators = _denominators(part, samples)
+            samples = samples[_moves_policy(part, self.algorithm)[samples]]
+            micro_batches = plan_micro_batches(
+                part, samples, token_budget=self.config.micro_batch_tokens, share_prompts=self.config.share_prompts
+            )
+            if not micro_batches:
+                continue
+            trained += sum(batch.sample_positions.numel() for batch in micro_batches)
+            micro_metrics += self.algorithm.compute_loss_and_backward(self.actor, micro_batches, denominators)
+            steps.append(self.actor.optimizer_step())
+        return {
+            **_step_metrics(merge_metrics(micro_metrics), steps),
+            "optimizer_steps": sum(not step.skipped for step in steps),
+            "skipped_steps": sum(step.skipped for step in steps),
+            "trained_fraction": trained / max(len(part), 1),
+        }
+
+    def _mini_batches(self, part: Part) -> list[torch.Tensor]:
+        """Disjoint sample positions, whole groups dealt round in their order, one tensor for each update."""
+        groups = torch.unique(part.text.group_ids, return_inverse=True)[1]
+        updates = self.config.num_updates_per_batch
+        return [torch.nonzero(groups % updates == update).flatten() for update in range(updates)]
+
+
+def _trainable(part: Part) -> torch.Tensor:
+    """[T] bool: generated tokens whose reward and rollout log-prob are finite."""
+    text = part.text
+    graded = torch.ones(len(part), dtype=torch.bool) if part.rewards is None else torch.isfinite(part.rewards)
+    return text.loss_mask & torch.isfinite(text.log_probs) & graded[text.token_sample_index]
+
+
+def _denominators(part: Part, samples: torch.Tensor) -> Denominators:
+    """Counted once over the whole mini-batch, so that no split into micro-batches changes the loss."""
+    text = part.text.select(samples)
+    return count_denominators(_trainable(part)[part.text.token_positions(samples)], text.cu_seqlens)
+
+
+def _moves_policy(part: Part, algorithm: PolicyAlgorithm) -> torch.Tensor:
+    """[N] bool: samples with a gradient. Every loss here is proportional to the advantage; extra terms are not."""
+    trainable = _trainable(part)
+    if not algorithm.zero_advantage_means_zero_gradient:
+        return part.text.sum_by_sample(trainable.long()) > 0
+    return part.text.sum_by_sample((trainable & (part.advantages != 0)).long()) > 0
+
+
+def _step_metrics(metrics: dict[str, float], steps: list[StepResult]) -> dict[str, float]:
+    if not steps:
+        return {}
+    if "loss" in metrics:
+        metrics["loss"] /= len(steps)  # each update's loss is a sum over its own micro-batches
+    return {
+        **metrics,
+        "grad_norm": sum(step.grad_norm for step in steps) / len(steps),
+        "lr": steps[-1].lr,
+    }
