@@ -1,0 +1,78 @@
+"""Checkpoints on disk: written aside and renamed, so that the newest one found is always whole."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from unirl.errors import UserError
+
+_NAME = re.compile(r"iteration_(\d{8})")
+
+
+class CheckpointStore:
+    """Folders `iteration_00000010` below `path`, the newest `keep` of them kept.
+
+    A folder holds `state.json` (counters and sampler state, plain JSON) and what `write_actor` puts into `actor/`.
+    """
+
+    def __init__(self, path: Path, *, keep: int):
+        self.path = path
+        self.keep = keep
+
+    def iterations(self) -> list[int]:
+        """Iterations that have a whole checkpoint, ascending."""
+        if not self.path.is_dir():
+            return []
+        return sorted(int(found[1]) for entry in self.path.iterdir() if (found := _NAME.fullmatch(entry.name)))
+
+    def save(self, iteration: int, state: dict[str, Any], write_actor: Callable[[Path], None]) -> Path:
+        """Write a whole checkpoint or none, then delete those beyond `keep`. Raises UserError on a full disk."""
+        target = self._folder(iteration)
+        aside = self.path / f".tmp-{target.name}"
+        try:
+            self._clean()
+            (aside / "actor").mkdir(parents=True)
+            write_actor(aside / "actor")
+            (aside / "state.json").write_text(json.dumps(state, indent=1))
+            _sync_to_disk(aside)
+            if target.exists():
+                shutil.rmtree(target)
+            aside.rename(target)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise UserError(
+                f"checkpoint of iteration {iteration} could not be written to {self.path}: {error.strerror or error}; "
+                "make room, or point run_dir elsewhere; earlier checkpoints are whole, continue with resume=auto"
+            ) from error
+        for old in self.iterations()[: -self.keep]:
+            shutil.rmtree(self._folder(old))
+        return target
+
+    def load(self, iteration: int, read_actor: Callable[[Path], None]) -> dict[str, Any]:
+        """Give `actor/` of that iteration to `read_actor` and return the state that was saved with it."""
+        folder = self._folder(iteration)
+        read_actor(folder / "actor")
+        return json.loads((folder / "state.json").read_text())
+
+    def _folder(self, iteration: int) -> Path:
+        return self.path / f"iteration_{iteration:08d}"
+
+    def _clean(self) -> None:
+        """Remove what a save that was killed left behind."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for leftover in self.path.glob(".tmp-*"):
+            shutil.rmtree(leftover)
+
+
+def _sync_to_disk(folder: Path) -> None:
+    """A rename may reach the disk before the data it names: flush every file and folder first."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
