@@ -79,7 +79,8 @@ class ARTrainer:
             except StopRequested:
                 self._save()
                 self.display.message(
-                    f"stopped after iteration {self.state.iteration}, saved; continue with the same command and resume=auto"
+                    f"stopped after iteration {self.state.iteration} and saved; "
+                    "continue with the same command and resume=auto"
                 )
                 return 130
             self._save()
