@@ -57,9 +57,9 @@ class PolicyAlgorithm:
         self.config = config
 
     @property
-    def learns_without_advantage(self) -> bool:
-        """Whether a sample whose advantages are all 0 still has a gradient (entropy bonus, KL to the reference)."""
-        return self.config.entropy_coef > 0 or self.config.kl_coef > 0
+    def zero_advantage_means_zero_gradient(self) -> bool:
+        """Whether a sample whose advantages are all 0 has no gradient: not so with an entropy bonus or a reference KL."""
+        return self.config.entropy_coef == 0 and self.config.kl_coef == 0
 
     def compute_loss_and_backward(
         self, actor: LossActor, micro_batches: Sequence[LossMicroBatch], denominators: Denominators

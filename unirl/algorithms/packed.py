@@ -24,7 +24,7 @@ class Packing:
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != num_tokens or any(b < a for a, b in pairwise(bounds)):
             raise ValueError(
-                f"cu_seqlens: found {bounds[0]} to {bounds[-1]}, expected bounds that rise from 0 to {num_tokens} tokens"
+                f"cu_seqlens: found {bounds[0]} to {bounds[-1]}, expected bounds rising from 0 to {num_tokens} tokens"
             )
         lengths = cu_seqlens.long().diff()
         sequences = torch.arange(lengths.numel(), device=cu_seqlens.device)
