@@ -58,7 +58,7 @@ class PolicyAlgorithm:
 
     @property
     def zero_advantage_means_zero_gradient(self) -> bool:
-        """Whether a sample whose advantages are all 0 has no gradient: not so with an entropy bonus or a reference KL."""
+        """Whether a sample with advantages of 0 has no gradient: not so with an entropy bonus or a reference KL."""
         return self.config.entropy_coef == 0 and self.config.kl_coef == 0
 
     def compute_loss_and_backward(
