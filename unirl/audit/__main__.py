@@ -7,7 +7,7 @@ from unirl.audit import vectors
 from unirl.errors import UserError
 
 AUDITS = (vectors,)
-"""Modules with `add_parser(subparsers)`, whose parser sets `run`: a function of the arguments that returns the exit code."""
+"""Modules with `add_parser(subparsers)`; their parsers set `run`: from arguments to exit code."""
 
 
 def main(arguments: list[str] | None = None) -> int:
