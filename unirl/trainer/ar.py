@@ -2,7 +2,7 @@
 
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -12,16 +12,15 @@ from unirl.config.schema import TrainConfig
 from unirl.observe.console import RunDisplay
 from unirl.observe.run_dir import RunDirectory
 from unirl.observe.trackers import make_trackers
-from unirl.reward import RewardService, shape_rewards
+from unirl.reward import shape_rewards
 from unirl.rollout.workflow import single_turn
 from unirl.sync import InProcessSync
 from unirl.train.checkpoint import CheckpointStore
-from unirl.train.megatron.actor import MegatronActor
 from unirl.train.stack import TrainStack
 from unirl.trainer.evaluate import evaluate
 from unirl.trainer.interrupt import StopRequested, StopSignal
 from unirl.trainer.report import batch_metrics, readable_samples
-from unirl.trainer.setup import load_data, make_engine, prepare_model
+from unirl.trainer.setup import load_data, make_actor, make_engine, make_reward, prepare_model
 from unirl.types import Part, SamplingParams
 
 
@@ -29,8 +28,8 @@ from unirl.types import Part, SamplingParams
 class TrainerState:
     """What a checkpoint holds beside the actor. Random streams derive from `seed` and these counters alone."""
 
+    sampler: dict[str, int]
     iteration: int = 0
-    sampler: dict[str, int] = field(default_factory=dict)
     unwritten: dict[str, Any] | None = None
     """Metrics of an iteration that has trained but whose evaluation and line in metrics.jsonl are still to come."""
 
@@ -47,7 +46,6 @@ class ARTrainer:
         self.checkpoints = CheckpointStore(self.run.checkpoints_path, keep=config.checkpoint.keep)
         self.display = RunDisplay(config.num_iterations)
         self.stop = StopSignal()
-        self.state = TrainerState(unwritten={})
         prepare_model(config.model, self.display.message)
         data = load_data(config, self.display.message)
         self.tokenizer, self.train_prompts, self.eval_prompts = data.tokenizer, data.train, data.heldout
@@ -57,8 +55,8 @@ class ARTrainer:
             self.trackers = make_trackers(config.logging.trackers, self.run.path)
             for tracker in self.trackers:
                 resources.callback(tracker.close)
-            self.reward = resources.enter_context(RewardService.from_config(config.reward))
-            self.actor = MegatronActor.from_config(config)
+            self.reward = resources.enter_context(make_reward(config.reward))
+            self.actor = make_actor(config)
             resources.callback(self.actor.close)
             self.engine = make_engine(config)
             resources.callback(self.engine.close)
@@ -81,12 +79,15 @@ class ARTrainer:
             except StopRequested:
                 self._save()
                 self.display.message(
-                    f"stopped after iteration {self.state.iteration}, saved; continue with the same command and resume=auto"
+                    f"stopped after iteration {self.state.iteration} and saved; "
+                    "continue with the same command and resume=auto"
                 )
                 return 130
             self._save()
             self.actor.export_hf(self.run.path / "policy")
-            self.display.message(f"done: the run is in {self.run.path}, the trained policy in {self.run.path / 'policy'}")
+            self.display.message(
+                f"done: the run is in {self.run.path}, the trained policy in {self.run.path / 'policy'}"
+            )
         return 0
 
     def _train_iteration(self) -> None:
@@ -124,7 +125,7 @@ class ARTrainer:
         self.run.write_samples(
             iteration + 1, readable_samples(part, self.tokenizer, config.logging.samples_per_iteration)
         )
-        self.state = TrainerState(iteration + 1, self.sampler.state_dict(), metrics)
+        self.state = TrainerState(self.sampler.state_dict(), iteration + 1, metrics)
 
     def _finish_iteration(self) -> None:
         """Evaluate where it is due, write the iteration's line, save where it is due."""
@@ -134,10 +135,11 @@ class ARTrainer:
         if self._due(self.config.eval.every, at_start=True) and self.eval_prompts:
             with self.stop.abandonable():
                 metrics = {**metrics, **self._evaluate()}
-        self.run.write_metrics(iteration, metrics)
-        self.display.show(iteration, metrics)
-        for tracker in self.trackers:
-            tracker.log(iteration, metrics)
+        if metrics:
+            self.run.write_metrics(iteration, metrics)
+            self.display.show(iteration, metrics)
+            for tracker in self.trackers:
+                tracker.log(iteration, metrics)
         self.state.unwritten = None
         if self._due(self.config.checkpoint.every, at_start=False) and iteration < self.config.num_iterations:
             self._save()
@@ -194,6 +196,7 @@ class ARTrainer:
     def _start(self) -> None:
         """Take up the newest checkpoint, or start at iteration 0, and give the engine the actor's weights."""
         saved = self.checkpoints.iterations() if self.config.resume == "auto" else []
+        self.state = TrainerState(sampler=self.sampler.state_dict(), unwritten={})
         if saved:
             self.state = TrainerState(**self.checkpoints.load(saved[-1], self.actor.load))
             self.sampler.load_state_dict(self.state.sampler)
@@ -203,5 +206,4 @@ class ARTrainer:
         self.sync.publish(self.state.iteration)
 
     def _save(self) -> None:
-        self.state.sampler = self.state.sampler or self.sampler.state_dict()
         self.checkpoints.save(self.state.iteration, asdict(self.state), self.actor.save)

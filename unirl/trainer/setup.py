@@ -7,12 +7,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from unirl.config.schema import ModelConfig, TrainConfig
+from unirl.config.schema import ModelConfig, RewardConfig, TrainConfig
 from unirl.data import PromptDataset, PromptSampler, load_prompts
 from unirl.data.tokenizer import load_tokenizer, stop_token_ids
 from unirl.errors import UserError
+from unirl.reward import RewardService
 from unirl.rollout.engine import RolloutEngine
 from unirl.rollout.native import NativeRolloutEngine
+from unirl.train.megatron.actor import MegatronActor
 
 
 @dataclass(frozen=True)
@@ -65,4 +67,27 @@ def make_engine(config: TrainConfig) -> RolloutEngine:
         raise UserError(f"rollout.engine={config.rollout.engine}: this version runs rollout.engine=native")
     return NativeRolloutEngine(
         config.model.path, max_batch_size=config.rollout.max_batch_size, num_threads=config.rollout.num_threads
+    )
+
+
+def make_reward(config: RewardConfig) -> RewardService:
+    """The service that grades with `reward.scorer`."""
+    return RewardService(
+        config.scorer,
+        num_workers=config.num_workers,
+        timeout_s=config.timeout_s,
+        max_response_chars=config.max_response_chars,
+    )
+
+
+def make_actor(config: TrainConfig) -> MegatronActor:
+    """The policy under training."""
+    return MegatronActor(
+        config.model,
+        parallel=config.parallel,
+        optimizer=config.optimizer,
+        stack=config.stack,
+        temperature=config.algorithm.temperature,
+        total_steps=config.num_iterations * config.stack.num_updates_per_batch,
+        seed=config.seed,
     )
