@@ -1,7 +1,7 @@
 """From a composed, untyped config to `TrainConfig`: types, single-key rules and unknown keys, all problems at once."""
 
 import math
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -17,18 +17,8 @@ from unirl.config.catalog import (
     section_class,
     union_options,
 )
+from unirl.config.problem import Problem
 from unirl.config.schema import TrainConfig
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is wrong with the key at a dotted path."""
-
-    path: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.message}"
 
 
 def build(composed: DictConfig) -> tuple[TrainConfig, list[Problem]]:
