@@ -1,7 +1,7 @@
 """From a composed, untyped config to `TrainConfig`: types, single-key rules and unknown keys, all problems at once."""
 
 import math
-from dataclasses import Field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -21,32 +21,52 @@ from unirl.config.problem import Problem
 from unirl.config.schema import TrainConfig
 
 
-def build(composed: DictConfig) -> tuple[TrainConfig, list[Problem]]:
-    """The typed config, and what is wrong with it; a key that has a problem holds None."""
-    problems: list[Problem] = []
-    config = _build_section(TrainConfig, composed, "", problems)
-    return config, problems
+@dataclass
+class Findings:
+    """What is wrong, and the dotted paths of keys without a usable value: more than the problems name, since a key that
+    takes its value from one with a problem is not reported again.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    def add(self, path: str, message: str) -> None:
+        """Report a problem of a key, unless the same one is already reported: one unset variable, one line."""
+        self.broken.append(path)
+        is_known = message.startswith(_UNSET) and any(problem.message == message for problem in self.problems)
+        if not is_known:
+            self.problems.append(Problem(path, message))
 
 
-def _build_section(schema: type, node: DictConfig, prefix: str, problems: list[Problem]) -> Any:
+_UNSET = "environment variable"
+
+
+def build(composed: DictConfig) -> tuple[TrainConfig, Findings]:
+    """The typed config, and what is wrong with it; a key without a usable value holds None."""
+    findings = Findings()
+    return _build_section(TrainConfig, composed, "", findings), findings
+
+
+def _build_section(schema: type, node: DictConfig, prefix: str, findings: Findings) -> Any:
     hints = get_type_hints(schema)
     values = {}
     for item in fields(schema):
         path = f"{prefix}{item.name}"
         try:
-            values[item.name] = _read_key(node, item, hints[item.name], path, problems)
-        except ValueError as error:
-            values[item.name] = None
-            problems.append(Problem(path, str(error)))
+            values[item.name] = _read_key(node, item, hints[item.name], path, findings)
         except InterpolationToMissingValueError:
             values[item.name] = None  # the key that is missing is reported under its own name
+            findings.broken.append(path)
+        except ValueError as error:
+            values[item.name] = None
+            findings.add(path, str(error))
     for name in node:
         if name not in values:
-            problems.extend(_unknown_keys(node, name, f"{prefix}{name}"))
+            findings.problems += _unknown_keys(node, name, f"{prefix}{name}")
     return schema(**values)
 
 
-def _read_key(node: DictConfig, item: Field, hint: Any, path: str, problems: list[Problem]) -> Any:
+def _read_key(node: DictConfig, item: Field, hint: Any, path: str, findings: Findings) -> Any:
     """Raises ValueError with what was found and expected."""
     if item.name not in node and default_of(item) != MANDATORY:
         return default_of(item)
@@ -55,7 +75,7 @@ def _read_key(node: DictConfig, item: Field, hint: Any, path: str, problems: lis
     value = _resolve(node, item.name)
     section = section_class(hint)
     if section and isinstance(value, DictConfig):
-        return _build_section(section, value, f"{path}.", problems)
+        return _build_section(section, value, f"{path}.", findings)
     if isinstance(value, DictConfig | ListConfig):
         value = _to_plain(value)
     value = convert(value, hint)
@@ -83,7 +103,7 @@ def _explain(error: OmegaConfBaseException) -> str:
     message = str(error).splitlines()[0]
     if isinstance(error, InterpolationResolutionError) and "Environment variable" in message:
         name = message.split("'")[1]
-        return f"environment variable {name} is not set: export {name}=..., or give the key on the command line"
+        return f"{_UNSET} {name} is not set: export {name}=..., or give the key on the command line"
     return f"cannot be resolved: {message}"
 
 
@@ -94,7 +114,9 @@ def convert(value: Any, hint: Any) -> Any:
             return _convert_to(value, option)
         except TypeError:
             continue
-    raise ValueError(f"found {value!r}, expected {describe_type(hint)}")
+    expected = describe_type(hint)
+    article = "" if expected.startswith("true") else "an " if expected[0] in "aeiou" else "a "
+    raise ValueError(f"found {value!r}, expected {article}{expected}")
 
 
 def _convert_to(value: Any, hint: Any) -> Any:
@@ -139,4 +161,9 @@ def _unknown_keys(node: DictConfig, name: Any, path: str) -> list[Problem]:
     value = None if OmegaConf.is_interpolation(node, name) or OmegaConf.is_missing(node, name) else node[name]
     if isinstance(value, DictConfig) and len(value):
         return [problem for child in value for problem in _unknown_keys(value, child, f"{path}.{child}")]
-    return [Problem(path, f"unknown key; the nearest is {' or '.join(nearest_keys(path, TrainConfig))}")]
+    return [unknown_key(path)]
+
+
+def unknown_key(path: str) -> Problem:
+    """The problem of a key that the schema does not have."""
+    return Problem(path, f"unknown key; the nearest is {' or '.join(nearest_keys(path, TrainConfig))}")

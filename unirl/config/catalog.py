@@ -97,16 +97,21 @@ def nearest(name: str, known: list[str]) -> str:
 
 def nearest_keys(path: str, schema: type) -> list[str]:
     """The dotted paths of the schema that are spelt most like `path`: one, or several that end in the same name."""
-    paths = [entry.path for entry in walk(schema)]
+    paths = [entry.path for entry in walk(schema) if not entry.is_section]
     same_name = [known for known in paths if _leaf(known) == _leaf(path)]
     if same_name:
         best = nearest(path, same_name)
         return [best] if _likeness(path, best) > 0.9 else same_name[:3]
-    return [max(paths, key=lambda known: _likeness(path, known) + _likeness(_leaf(path), _leaf(known)))]
+    return [max(paths, key=lambda known: sum(map(_likeness, _parts(path), _parts(known))))]
 
 
 def _likeness(a: str, b: str) -> float:
     return SequenceMatcher(None, a.lower(), b.lower()).ratio()
+
+
+def _parts(path: str) -> tuple[str, str, str]:
+    section, _, leaf = path.rpartition(".")
+    return path, section, leaf
 
 
 def _leaf(path: str) -> str:

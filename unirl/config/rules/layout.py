@@ -1,6 +1,6 @@
 """Devices, nodes and parallel sizes."""
 
-from unirl.config.geometry import Geometry, model_devices, multiples_around, neighbours
+from unirl.config.geometry import model_devices, multiples_around, neighbours
 from unirl.config.rules.rule import rule
 from unirl.config.schema import TrainConfig
 
@@ -45,11 +45,12 @@ def nodes_are_full(config: TrainConfig) -> str | None:
     )
 
 
-@rule("parallel.tp", "parallel.cp", "num_devices", "devices_per_node")
+@rule("parallel.tp", "parallel.cp", "parallel.pp", "num_devices", "devices_per_node")
 def tensor_groups_stay_in_a_node(config: TrainConfig) -> str | None:
     """On several nodes, devices_per_node is a multiple of tp * cp: these groups talk too much to cross nodes."""
     group = config.parallel.tp * config.parallel.cp
-    if config.num_devices <= config.devices_per_node or config.devices_per_node % group == 0:
+    is_on_one_node = config.num_devices <= config.devices_per_node
+    if is_on_one_node or config.devices_per_node % group == 0 or config.num_devices % model_devices(config):
         return None
     return (
         f"tp*cp = {config.parallel.tp}*{config.parallel.cp} = {group} does not divide the {config.devices_per_node} "
@@ -60,17 +61,12 @@ def tensor_groups_stay_in_a_node(config: TrainConfig) -> str | None:
 @rule("parallel.ep", "num_devices", *_SIZES)
 def experts_divide(config: TrainConfig) -> str | None:
     """dp * cp is a multiple of ep."""
-    if config.num_devices % model_devices(config):
+    dp, rest = divmod(config.num_devices, model_devices(config))
+    ep, cp = config.parallel.ep, config.parallel.cp
+    if rest or dp * cp % ep == 0:
         return None
-    geometry = Geometry.of(config)
-    ranks = geometry.dp * geometry.cp
-    if ranks % geometry.ep == 0:
-        return None
-    valid = neighbours(geometry.ep, [count for count in range(1, ranks + 1) if ranks % count == 0])
-    return (
-        f"ep={geometry.ep} does not divide dp*cp = {geometry.dp}*{geometry.cp} = {ranks}; use "
-        f"{_either('parallel.ep', valid)}"
-    )
+    valid = neighbours(ep, [count for count in range(1, dp * cp + 1) if dp * cp % count == 0])
+    return f"ep={ep} does not divide dp*cp = {dp}*{cp} = {dp * cp}; use {_either('parallel.ep', valid)}"
 
 
 @rule("parallel.sequence_parallel", "parallel.tp")

@@ -70,9 +70,18 @@ def examples_are_messages(config: TrainConfig) -> str | None:
     return None
 
 
+@rule("data.chat_template", "data.system_prompt", "data.example_messages")
+def messages_need_a_template(config: TrainConfig) -> str | None:
+    """data.system_prompt and data.example_messages are chat messages and need data.chat_template."""
+    data = config.data
+    if data.chat_template or not (data.system_prompt or data.example_messages):
+        return None
+    return "found false, but data.system_prompt and data.example_messages are chat messages; set it to true"
+
+
 @rule("reward.scorer", "data.kind")
 def scorer_is_known(config: TrainConfig) -> str | None:
-    """reward.scorer is a built-in name or a dotted path; reasoning_gym grades only problems of data.kind reasoning_gym."""
+    """reward.scorer is a built-in name or a dotted path; scorer reasoning_gym grades problems of that data.kind only."""
     scorer = config.reward.scorer
     if scorer == "reasoning_gym" and config.data.kind != "reasoning_gym":
         return f"reasoning_gym grades the problems of data.kind=reasoning_gym, not of {config.data.kind}"
