@@ -23,22 +23,27 @@ class KeyEntry:
     is_section: bool = False
 
 
-def walk(schema: type, prefix: str = "") -> Iterator[KeyEntry]:
-    """Every section and key of a schema dataclass, in its order, a section before its keys."""
+def walk(schema: type, prefix: str = "", instance: Any = None) -> Iterator[KeyEntry]:
+    """Every key and section of a schema dataclass: its own keys first, then each section followed by what it holds.
+
+    `instance`: the section's default where a parent declares one that differs from the class's own.
+    """
     hints = get_type_hints(schema)
-    for item in fields(schema):
-        path = f"{prefix}{item.name}"
-        section = section_class(hints[item.name])
+    for item in sorted(fields(schema), key=lambda item: section_class(hints[item.name]) is not None):
+        path, hint = f"{prefix}{item.name}", hints[item.name]
+        default = default_of(item) if instance is None else getattr(instance, item.name)
+        section = section_class(hint)
+        rule = describe_rules(item.metadata)
         yield KeyEntry(
             path=path,
-            type=describe_type(hints[item.name]),
-            default="" if section else _default_text(item),
-            rule=describe_rules(item.metadata),
+            type=describe_type(hint),
+            default="" if section else to_yaml_text(default),
+            rule=f"each {rule}" if rule and get_origin(hint) is list else rule,
             doc=item.metadata.get("doc", ""),
             is_section=section is not None,
         )
         if section:
-            yield from walk(section, f"{path}.")
+            yield from walk(section, f"{path}.", None if default == MANDATORY else default)
 
 
 def default_tree(schema: Any) -> Any:
@@ -77,7 +82,9 @@ def describe_type(hint: Any) -> str:
         return " or ".join(describe_type(option) for option in options)
     if get_origin(hint) is list:
         return f"list of {describe_type(get_args(hint)[0])}"
-    if get_origin(hint) is dict or is_dataclass(hint):
+    if get_origin(hint) is dict:
+        return "mapping"
+    if is_dataclass(hint):
         return "section"
     return _TYPE_NAMES[hint]
 
@@ -116,13 +123,6 @@ def _parts(path: str) -> tuple[str, str, str]:
 
 def _leaf(path: str) -> str:
     return path.rpartition(".")[2]
-
-
-def _default_text(item: Field) -> str:
-    default = default_of(item)
-    if default == MANDATORY:
-        return MANDATORY
-    return to_yaml_text(default_tree(default))
 
 
 def to_yaml_text(value: Any) -> str:

@@ -170,7 +170,6 @@ class EvalConfig:
 @dataclass
 class ClusterConfig:
     mode: str = key("inprocess", "Run everything in this process, or on a Ray cluster.", choices=["inprocess", "ray"])
-    layout: str = key("colocate", "Rollout and training share devices or split them.", choices=["colocate", "split"])
 
 
 @dataclass

@@ -31,7 +31,7 @@ def _topology(config: TrainConfig, geometry: Geometry) -> dict[str, str]:
     return {
         "devices": f"{geometry.devices} ({nodes})",
         "TP / PP / CP / EP / DP": f"{geometry.tp} / {geometry.pp} / {geometry.cp} / {geometry.ep} / {geometry.dp}",
-        "processes": f"cluster.mode={config.cluster.mode}, layout={config.cluster.layout}",
+        "processes": f"cluster.mode={config.cluster.mode}",
         "model": f"{config.model.path} ({config.model.dtype})",
         "rollout engine": f"{config.rollout.engine}, weights by sync.mode={config.sync.mode}",
         "loss": f"{config.algorithm.loss}, {config.algorithm.loss_agg_mode}",

@@ -24,6 +24,6 @@ def check_rules(config: TrainConfig, broken: Sequence[str] = (), *, include_run_
 
 
 def _loss_problems(config: TrainConfig) -> list[Problem]:
-    """Rules between the keys of the loss, which stand beside them in `unirl.algorithms.config`."""
+    """Rules between the keys of the loss: they stand beside these, in `unirl.algorithms.config`."""
     texts = (text.partition(": ") for text in loss_config_problems(config.algorithm))
     return [Problem(f"algorithm.{key}", message) for key, _, message in texts]

@@ -1,5 +1,8 @@
 """Devices, nodes and parallel sizes."""
 
+import json
+from pathlib import Path
+
 from unirl.config.geometry import model_devices, multiples_around, neighbours
 from unirl.config.rules.rule import rule
 from unirl.config.schema import TrainConfig
@@ -56,6 +59,22 @@ def tensor_groups_stay_in_a_node(config: TrainConfig) -> str | None:
         f"tp*cp = {config.parallel.tp}*{config.parallel.cp} = {group} does not divide the {config.devices_per_node} "
         "devices of a node (devices_per_node), so that a group would cross nodes; lower parallel.tp or parallel.cp"
     )
+
+
+@rule("parallel.tp", "parallel.pp", "model.path")
+def model_divides(config: TrainConfig) -> str | None:
+    """tp divides the model's attention heads and key-value heads, and pp its layers (where model.path is a folder)."""
+    path = Path(config.model.path) / "config.json"
+    if not path.is_file():
+        return None
+    model, parallel = json.loads(path.read_text(encoding="utf-8")), config.parallel
+    parts = {"num_attention_heads": "tp", "num_key_value_heads": "tp", "num_hidden_layers": "pp"}
+    uneven = [
+        f"{name}={model[name]} by parallel.{size}={getattr(parallel, size)}"
+        for name, size in parts.items()
+        if model.get(name, 0) % getattr(parallel, size)
+    ]
+    return f"the model of {path} cannot be divided: {', '.join(uneven)}" if uneven else None
 
 
 @rule("parallel.ep", "num_devices", *_SIZES)

@@ -81,7 +81,7 @@ def messages_need_a_template(config: TrainConfig) -> str | None:
 
 @rule("reward.scorer", "data.kind")
 def scorer_is_known(config: TrainConfig) -> str | None:
-    """reward.scorer is a built-in name or a dotted path; scorer reasoning_gym grades problems of that data.kind only."""
+    """reward.scorer is a built-in name or a dotted path; scorer reasoning_gym needs data.kind reasoning_gym."""
     scorer = config.reward.scorer
     if scorer == "reasoning_gym" and config.data.kind != "reasoning_gym":
         return f"reasoning_gym grades the problems of data.kind=reasoning_gym, not of {config.data.kind}"
