@@ -36,8 +36,8 @@ class BuildExtension(build_ext):
         compiler = self.compiler.compiler_so_cxx[0]
         if shutil.which(compiler) is None:
             raise PlatformError(
-                f"no C++ compiler: {compiler!r} is not on PATH. Install one (Debian: apt install g++) or name one in CXX, "
-                "or set UNIRL_NO_EXT=1 to install without the C++ kernels"
+                f"no C++ compiler: {compiler!r} is not on PATH. Install one (Debian: apt install g++), name one "
+                "in CXX, or set UNIRL_NO_EXT=1 to install without the C++ kernels"
             )
         objects = []
         for source in ext.sources:

@@ -5,9 +5,10 @@
 namespace unirl {
 inline namespace UNIRL_ISA {
 
-// A block stays in the first-level cache between its two passes (maximum, then sums), so memory is read once, and no
-// float32 partial sum is longer than a block.
-constexpr int64_t kBlock = 4096;
+// A block stays in the first-level cache between its two passes (maximum, then sums), so memory is read once. Each lane
+// of the four independent chains adds 64 float32 terms per block; blocks add up in double.
+constexpr int64_t kChains = 4;
+constexpr int64_t kBlock = 64 * kChains * kLanes;
 
 template <class Element>
 float block_max(const Element* x, int64_t count) {
@@ -35,12 +36,11 @@ struct Accumulator {
 
 template <bool kWithShift, class Element>
 void add_block(const Element* x, int64_t count, const ExponentScale& scale, RunningSums& sums) {
-  constexpr int kChains = 4;  // independent additions in flight
   const float base = finite_base(sums.max);
   Accumulator<kWithShift> chains[kChains];
   int64_t i = 0;
   for (; i + kChains * kLanes <= count; i += kChains * kLanes)
-    for (int c = 0; c < kChains; ++c) chains[c].add(load(x + i + c * kLanes), base, scale);
+    for (int64_t c = 0; c < kChains; ++c) chains[c].add(load(x + i + c * kLanes), base, scale);
   for (; i < count; i += kLanes)
     chains[0].add(load_part(x + i, smaller(count - i, kLanes), -INFINITY), base, scale);
   for (const auto& chain : chains) {

@@ -28,7 +28,9 @@ def is_built() -> bool:
 
 
 def isa() -> str:
-    """The instruction set that calls use now: avx512, avx2 or generic."""
+    """The instruction set that calls use now: avx512, avx2 or generic. RuntimeError if a forced one is not there."""
+    if not is_built():
+        raise RuntimeError(HOW_TO_BUILD)
     return ("generic", "avx2", "avx512")[torch.ops.unirl_cpu.isa_level()]
 
 

@@ -87,7 +87,7 @@ def finite_base(row_max: Tensor) -> Tensor:
 
 
 def combine(records: Tensor, targets: Tensor, shard_width: int, temperature: float) -> tuple[Tensor, RowSoftmax]:
-    """Log-probs [T] float64 and distributions over the whole vocabulary, from the records [shards, words, T] of its shards.
+    """Log-probs [T] float64 and distributions over the whole vocabulary, from its shards' records [shards, words, T].
 
     With M = max_r m_r and a_r = (m_r - M) / temperature: total = sum_r e^{a_r} SUM_r, and
     H = log(total) - sum_r e^{a_r} (SHIFT_r + a_r SUM_r) / total. A row without a finite logit has log-prob -inf and

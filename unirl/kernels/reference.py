@@ -1,6 +1,7 @@
 """The `reference` back-end: the formulas in plain torch, for any float dtype and device.
 
-The other back-ends are tested against it in float64. Rows are taken in blocks, so no float32 copy of all the logits ever exists.
+In float64 it is what the other back-ends are tested against. Rows are taken in blocks, so no float32 copy of all the
+logits ever exists.
 """
 
 from collections.abc import Iterator
