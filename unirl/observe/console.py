@@ -55,8 +55,9 @@ class RunDisplay:
     def show(self, iteration: int, metrics: dict[str, Any]) -> None:
         """The line of one iteration."""
         self._progress.update(self._run, completed=iteration)
-        shown = [f"{label} {metrics[name]:{form}}" for name, (label, form) in _SHOWN.items() if name in metrics]
-        shown += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+        found = {name: value for name, value in metrics.items() if value is not None}
+        shown = [f"{label} {found[name]:{form}}" for name, (label, form) in _SHOWN.items() if name in found]
+        shown += [f"{name} {value:.3f}" for name, value in found.items() if name.startswith("eval/")]
         self.message(f"[{iteration:>{len(str(self.num_iterations))}}/{self.num_iterations}] " + "  ".join(shown))
 
     @contextmanager

@@ -7,9 +7,9 @@ from unirl.errors import UserError
 
 
 class Tracker(Protocol):
-    """Receives the numeric metrics of each iteration."""
+    """Receives the metrics of each iteration; None stands for a mean over nothing."""
 
-    def log(self, iteration: int, metrics: dict[str, float]) -> None: ...
+    def log(self, iteration: int, metrics: dict[str, float | None]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -26,9 +26,10 @@ class TensorBoardTracker:
             ) from error
         self._writer = SummaryWriter(str(run_dir / "tensorboard"))
 
-    def log(self, iteration: int, metrics: dict[str, float]) -> None:
+    def log(self, iteration: int, metrics: dict[str, float | None]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, iteration)
+            if value is not None:
+                self._writer.add_scalar(name, value, iteration)
 
     def close(self) -> None:
         self._writer.close()

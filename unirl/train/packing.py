@@ -105,8 +105,8 @@ def _trees(layout: _Layout, samples: list[int], token_budget: int, share_prompts
     for sample in samples:
         if layout.length[sample] > token_budget:
             raise ValueError(
-                f"sample {int(layout.text.sample_ids[sample])} has {layout.length[sample]} tokens, more than the budget "
-                f"of a micro-batch, {token_budget}: raise stack.micro_batch_tokens"
+                f"sample {int(layout.text.sample_ids[sample])} has {layout.length[sample]} tokens, more than the "
+                f"budget of a micro-batch, {token_budget}: raise stack.micro_batch_tokens"
             )
         tree = open_trees.get(layout.group[sample]) if share_prompts else None
         if (

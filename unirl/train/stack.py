@@ -33,7 +33,9 @@ class TrainStack:
     rollout's own log-probs, unless `allow_multi_update`.
     """
 
-    def __init__(self, actor: Actor, algorithm: PolicyAlgorithm, config: StackConfig, *, allow_multi_update: bool = False):
+    def __init__(
+        self, actor: Actor, algorithm: PolicyAlgorithm, config: StackConfig, *, allow_multi_update: bool = False
+    ):
         if config.num_updates_per_batch > 1 and not (algorithm.supports_multi_update or allow_multi_update):
             raise ValueError(
                 f"{type(algorithm).__name__} makes one update per batch, found "

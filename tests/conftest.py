@@ -1,0 +1,29 @@
+"""What every test shares: quiet numerics, and a full run where one is asked for."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+_left_out: list[str] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and "gpu" not in report.keywords:
+        _left_out.append(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """With UNIRL_REQUIRE_ALL=1 a test that was left out for want of anything but a GPU is a failure."""
+    if os.environ.get("UNIRL_REQUIRE_ALL") == "1" and _left_out and exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    if _left_out:
+        terminalreporter.section("left out for want of a part")
+        for nodeid in _left_out:
+            terminalreporter.line(nodeid)

@@ -1,0 +1,16 @@
+"""Weight sync where trainer and rollout engine share one process."""
+
+from unirl.rollout.engine import RolloutEngine
+from unirl.train.megatron.actor import MegatronActor
+
+
+class InProcessSync:
+    """Hands the actor's weights, under their Hugging Face names, to an engine in the same process."""
+
+    def __init__(self, actor: MegatronActor, engine: RolloutEngine):
+        self.actor = actor
+        self.engine = engine
+
+    def publish(self, version: int) -> None:
+        """After this, every token is drawn from the actor's present weights and is marked `version`."""
+        self.engine.update_weights(self.actor.export_weights(), version)

@@ -1,0 +1,209 @@
+"""`ARTrainer`: synchronous training of an autoregressive policy. `_train_iteration` is the whole method."""
+
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from unirl.algorithms import make_algorithm
+from unirl.config.schema import TrainConfig
+from unirl.observe.console import RunDisplay
+from unirl.observe.run_dir import RunDirectory
+from unirl.observe.trackers import make_trackers
+from unirl.reward import shape_rewards
+from unirl.rollout.workflow import single_turn
+from unirl.sync import InProcessSync
+from unirl.train.checkpoint import CheckpointStore
+from unirl.train.stack import TrainStack
+from unirl.trainer.evaluate import evaluate
+from unirl.trainer.interrupt import StopRequested, StopSignal
+from unirl.trainer.report import batch_metrics, readable_samples
+from unirl.trainer.setup import load_data, make_actor, make_engine, make_reward, prepare_model
+from unirl.types import Part, SamplingParams
+
+
+@dataclass
+class TrainerState:
+    """What a checkpoint holds beside the actor. Random streams derive from `seed` and these counters alone."""
+
+    sampler: dict[str, int]
+    iteration: int = 0
+    unwritten: dict[str, Any] | None = None
+    """Metrics of an iteration that has trained but whose evaluation and line in metrics.jsonl are still to come."""
+
+
+class ARTrainer:
+    """Rollout, grading, advantages, update, weight sync, evaluation: iteration after iteration.
+
+    Everything that can be refused is refused here or in the config's validation, before the first iteration.
+    """
+
+    def __init__(self, config: TrainConfig, config_yaml: str):
+        self.config = config
+        self.run = RunDirectory(config.run_dir, resume=config.resume)
+        self.checkpoints = CheckpointStore(self.run.checkpoints_path, keep=config.checkpoint.keep)
+        self.display = RunDisplay(config.num_iterations)
+        self.stop = StopSignal()
+        prepare_model(config.model, self.display.message)
+        data = load_data(config, self.display.message)
+        self.tokenizer, self.train_prompts, self.eval_prompts = data.tokenizer, data.train, data.heldout
+        self.sampler, self.stop_token_ids = data.sampler, data.stop_token_ids
+        self.run.write_config(config_yaml)
+        with ExitStack() as resources:
+            self.trackers = make_trackers(config.logging.trackers, self.run.path)
+            for tracker in self.trackers:
+                resources.callback(tracker.close)
+            self.reward = resources.enter_context(make_reward(config.reward))
+            self.actor = make_actor(config)
+            resources.callback(self.actor.close)
+            self.engine = make_engine(config)
+            resources.callback(self.engine.close)
+            self._resources = resources.pop_all()
+        algorithm = make_algorithm(config.algorithm)
+        self.stack = TrainStack(
+            self.actor, algorithm, config.stack, allow_multi_update=config.algorithm.allow_multi_update
+        )
+        self.sync = InProcessSync(self.actor, self.engine)
+
+    def fit(self) -> int:
+        """Train until `num_iterations`, or until Ctrl-C. Returns the process's exit code: 0, or 130 when stopped."""
+        with self._resources, self.display, self.stop:
+            self._start()
+            try:
+                self._finish_iteration()
+                while self.state.iteration < self.config.num_iterations:
+                    self._train_iteration()
+                    self._finish_iteration()
+            except StopRequested:
+                self._save()
+                self.display.message(
+                    f"stopped after iteration {self.state.iteration} and saved; "
+                    "continue with the same command and resume=auto"
+                )
+                return 130
+            self._save()
+            self.actor.export_hf(self.run.path / "policy")
+            self.display.message(
+                f"done: the run is in {self.run.path}, the trained policy in {self.run.path / 'policy'}"
+            )
+        return 0
+
+    def _train_iteration(self) -> None:
+        config, iteration, started = self.config, self.state.iteration, time.perf_counter()
+        with self.stop.abandonable():
+            prompts = [self.train_prompts[i] for i in self.sampler.next_batch(config.batch_size)]
+            with self.display.phase("rollout", config.batch_size * config.sampling.num_samples) as rollout:
+                part = single_turn(
+                    self.engine,
+                    prompts,
+                    params=self._sampling_params(),
+                    seed=config.seed,
+                    iteration=iteration,
+                    num_samples=config.sampling.num_samples,
+                    first_sample_id=iteration * config.batch_size * config.sampling.num_samples,
+                    on_progress=rollout.update,
+                )
+            with self.display.phase("reward") as reward:
+                grades = self._grade(part)
+            part = part.with_rewards(self._shape(part, grades)).compute_advantages(config.algorithm.adv_norm)
+
+        with self.display.phase("train") as train:
+            update = self.stack.train_track(part)
+        with self.display.phase("sync") as sync:
+            self.sync.publish(iteration + 1)
+
+        phases = {"rollout": rollout, "reward": reward, "train": train, "sync": sync}
+        metrics = {
+            **batch_metrics(part, grades, self.reward.stats),
+            **update,
+            **{f"time/{name}": phase.seconds for name, phase in phases.items()},
+            "time/iteration": time.perf_counter() - started,
+        }
+        metrics["tokens_per_second"] = part.text.tokens.numel() / metrics["time/iteration"]
+        self.run.write_samples(
+            iteration + 1, readable_samples(part, self.tokenizer, config.logging.samples_per_iteration)
+        )
+        self.state = TrainerState(self.sampler.state_dict(), iteration + 1, metrics)
+
+    def _finish_iteration(self) -> None:
+        """Evaluate where it is due, write the iteration's line, save where it is due."""
+        iteration, metrics = self.state.iteration, self.state.unwritten
+        if metrics is None:
+            return
+        if self._due(self.config.eval.every, at_start=True) and self.eval_prompts:
+            with self.stop.abandonable():
+                metrics = {**metrics, **self._evaluate()}
+        if metrics:
+            self.run.write_metrics(iteration, metrics)
+            self.display.show(iteration, metrics)
+            for tracker in self.trackers:
+                tracker.log(iteration, metrics)
+        self.state.unwritten = None
+        if self._due(self.config.checkpoint.every, at_start=False) and iteration < self.config.num_iterations:
+            self._save()
+
+    def _due(self, every: int, *, at_start: bool) -> bool:
+        """Whether something done every so many iterations (0: never) and at the last one comes now."""
+        iteration = self.state.iteration
+        if iteration == 0:
+            return at_start
+        return iteration == self.config.num_iterations or (every > 0 and iteration % every == 0)
+
+    def _evaluate(self) -> dict[str, float]:
+        config = self.config.eval
+        with self.display.phase("eval", len(self.eval_prompts) * config.num_samples) as phase:
+            metrics, part = evaluate(
+                self.engine,
+                self.eval_prompts,
+                params=SamplingParams(
+                    config.max_new_tokens, temperature=config.temperature, stop_token_ids=self.stop_token_ids
+                ),
+                num_samples=config.num_samples,
+                seed=self.config.seed,
+                grade=self._grade,
+                on_progress=phase.update,
+            )
+        samples = readable_samples(part, self.tokenizer, self.config.logging.samples_per_iteration)
+        self.run.write_samples(self.state.iteration, ({"eval": True, **sample} for sample in samples))
+        return {**metrics, "time/eval": phase.seconds}
+
+    def _sampling_params(self) -> SamplingParams:
+        sampling = self.config.sampling
+        return SamplingParams(
+            sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k, self.stop_token_ids
+        )
+
+    def _grade(self, part: Part) -> torch.Tensor:
+        """[N] float32 grades of the responses' text; NaN where the scorer gave no verdict."""
+        responses = [
+            part.text.tokens[start:end][part.text.loss_mask[start:end]].tolist()
+            for start, end in zip(part.text.cu_seqlens[:-1].tolist(), part.text.cu_seqlens[1:].tolist(), strict=True)
+        ]
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        return torch.tensor(self.reward.score(texts, list(part.records)))
+
+    def _shape(self, part: Part, grades: torch.Tensor) -> torch.Tensor:
+        return shape_rewards(
+            grades,
+            part.text.status,
+            part.text.response_lengths,
+            config=self.config.reward,
+            max_new_tokens=self.config.sampling.max_new_tokens,
+        )
+
+    def _start(self) -> None:
+        """Take up the newest checkpoint, or start at iteration 0, and give the engine the actor's weights."""
+        saved = self.checkpoints.iterations() if self.config.resume == "auto" else []
+        self.state = TrainerState(sampler=self.sampler.state_dict(), unwritten={})
+        if saved:
+            self.state = TrainerState(**self.checkpoints.load(saved[-1], self.actor.load))
+            self.sampler.load_state_dict(self.state.sampler)
+            self.display.message(f"resumed after iteration {self.state.iteration}")
+        written = self.state.iteration - (self.state.unwritten is not None)
+        self.run.trim_after(written)
+        self.sync.publish(self.state.iteration)
+
+    def _save(self) -> None:
+        self.checkpoints.save(self.state.iteration, asdict(self.state), self.actor.save)

@@ -1,0 +1,93 @@
+"""Makes the parts of a run from its config."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from unirl.config.schema import ModelConfig, RewardConfig, TrainConfig
+from unirl.data import PromptDataset, PromptSampler, load_prompts
+from unirl.data.tokenizer import load_tokenizer, stop_token_ids
+from unirl.errors import UserError
+from unirl.reward import RewardService
+from unirl.rollout.engine import RolloutEngine
+from unirl.rollout.native import NativeRolloutEngine
+from unirl.train.megatron.actor import MegatronActor
+
+
+@dataclass(frozen=True)
+class Data:
+    """Prompts and what reads them; `heldout` is None where nothing is evaluated."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+    train: PromptDataset
+    heldout: PromptDataset | None
+    sampler: PromptSampler
+
+
+def prepare_model(config: ModelConfig, say: Callable[[str], None]) -> None:
+    """Make the model folder with `model.maker` where it does not exist yet."""
+    if config.maker is None or Path(config.path).exists():
+        return
+    say(f"{config.path} does not exist: making it with {config.maker}")
+    module, _, name = config.maker.rpartition(".")
+    try:
+        maker = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"model.maker={config.maker}: {error}; expected the dotted path of a callable(path)") from error
+    maker(config.path)
+
+
+def load_data(config: TrainConfig, say: Callable[[str], None]) -> Data:
+    """Tokenizer, training prompts with their sampler, evaluation prompts; what was dropped is said."""
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    train = load_prompts(config.data, tokenizer, split="train")
+    say(f"training prompts: {train.report.summary()}")
+    heldout = None
+    if config.data.kind == "reasoning_gym" or config.eval.path:
+        heldout = load_prompts(
+            config.data, tokenizer, split="heldout", path=config.eval.path, max_prompts=config.eval.max_prompts
+        )
+        say(f"evaluation prompts: {heldout.report.summary()}")
+    return Data(
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids(config.model.path, tokenizer),
+        train=train,
+        heldout=heldout,
+        sampler=PromptSampler(len(train), config.data.seed, config.data.shuffle),
+    )
+
+
+def make_engine(config: TrainConfig) -> RolloutEngine:
+    """The engine of `rollout.engine`."""
+    if config.rollout.engine != "native":
+        raise UserError(f"rollout.engine={config.rollout.engine}: this version runs rollout.engine=native")
+    return NativeRolloutEngine(
+        config.model.path, max_batch_size=config.rollout.max_batch_size, num_threads=config.rollout.num_threads
+    )
+
+
+def make_reward(config: RewardConfig) -> RewardService:
+    """The service that grades with `reward.scorer`."""
+    return RewardService(
+        config.scorer,
+        num_workers=config.num_workers,
+        timeout_s=config.timeout_s,
+        max_response_chars=config.max_response_chars,
+    )
+
+
+def make_actor(config: TrainConfig) -> MegatronActor:
+    """The policy under training."""
+    return MegatronActor(
+        config.model,
+        parallel=config.parallel,
+        optimizer=config.optimizer,
+        stack=config.stack,
+        temperature=config.algorithm.temperature,
+        total_steps=config.num_iterations * config.stack.num_updates_per_batch,
+        seed=config.seed,
+    )
