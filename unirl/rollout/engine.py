@@ -7,8 +7,8 @@ import torch
 
 from unirl.types import Completion, GenerationRequest
 
-ProgressCallback = Callable[[int, int], None]
-"""Called with (samples finished, tokens generated) since the start of a `generate` call; often, so it must be cheap."""
+ProgressCallback = Callable[[int], None]
+"""Called with the number of samples finished since `generate` began; often (after every token), so it must be cheap."""
 
 
 class RolloutEngine(Protocol):

@@ -1,11 +1,12 @@
 """One batch of samples, from its prompts to its last token."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from unirl.rollout.engine import ProgressCallback
 from unirl.rollout.native.cache import KVCache
 from unirl.rollout.native.model import Decoder
 from unirl.rollout.native.sampling import UniformStreams, draw
@@ -69,17 +70,13 @@ class BatchDecoder:
         self._is_stop[list(batch.params.stop_token_ids)] = True
 
     @torch.inference_mode()
-    def run(self, on_step: Callable[[int, int], None]) -> list[Sampled]:
-        """Sample all rows; `on_step(samples finished, tokens generated)` is called after every token.
-
-        Raises FloatingPointError when the model gives NaN.
-        """
-        logits, num_tokens, num_alive = self._prefill(), 0, len(self._rows)
+    def run(self, on_progress: ProgressCallback) -> list[Sampled]:
+        """Sample all rows. Raises FloatingPointError when the model gives logits that are not finite."""
+        logits = self._prefill()
         for step in range(len(self._tokens)):
-            num_tokens += num_alive
             tokens = self._draw(step, logits)
             num_alive = int(self._alive.sum())
-            on_step(len(self._lengths) - num_alive, num_tokens)
+            on_progress(len(self._lengths) - num_alive)
             if num_alive == 0:
                 break
             self._idle_steps += len(tokens) - num_alive
@@ -127,8 +124,6 @@ class BatchDecoder:
     def _draw(self, step: int, logits: torch.Tensor) -> torch.Tensor:
         """Draw and record the tokens [R] of this step, and mark the rows that end with them."""
         tokens, log_probs = draw(logits, self._streams.next(), self._batch.params)
-        if not log_probs.isfinite().all():
-            raise FloatingPointError("the model gave NaN or infinite logits: its weights are broken")
         # Rows that are finished but not yet dropped write behind the end of their sample, where nothing is read.
         self._tokens[step].index_copy_(0, self._rows, tokens)
         self._log_probs[step].index_copy_(0, self._rows, log_probs)

@@ -57,24 +57,16 @@ class NativeRolloutEngine:
         for number, request in enumerate(requests):
             _check_request(number, request, model.config)
         sampled: dict[_Place, Sampled] = {}
-        num_tokens = 0
         with _torch_threads(self._num_threads):
             for places in _plan_batches(requests, self._max_batch_size):
-                done, before = len(sampled), num_tokens
-
-                def on_step(finished: int, tokens: int, done: int = done, before: int = before) -> None:
-                    if on_progress is not None:
-                        on_progress(done + finished, before + tokens)
-
-                batch = _make_batch(requests, places, model.config)
-                samples = BatchDecoder(model, batch).run(on_step)
-                sampled.update(zip(places, samples, strict=True))
-                num_tokens += sum(len(sample.token_ids) for sample in samples)
+                decoder = BatchDecoder(model, _make_batch(requests, places, model.config))
+                sampled.update(zip(places, decoder.run(_shift(on_progress, len(sampled))), strict=True))
         return [
             [self._complete(sampled[number, sample]) for sample in range(len(request.seeds))]
             for number, request in enumerate(requests)
         ]
 
+    @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `RolloutEngine.update_weights`. Values are copied and cast to the engine's dtype.
 
@@ -160,6 +152,11 @@ def _make_batch(requests: Sequence[GenerationRequest], places: Sequence[_Place],
         limits=[min(params.max_new_tokens, tokens) for tokens in room],
         params=params,
     )
+
+
+def _shift(on_progress: ProgressCallback | None, done: int) -> ProgressCallback:
+    """A callback for one batch, when `done` samples were finished before it."""
+    return lambda finished: None if on_progress is None else on_progress(done + finished)
 
 
 @contextmanager

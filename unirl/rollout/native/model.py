@@ -11,7 +11,7 @@ from unirl.rollout.native import rope
 from unirl.rollout.native.config import ModelConfig
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, q [..., H, D], k [..., H_kv, D], v [..., H_kv, D]) -> [..., H * D]: attention, and what it keeps of k and v."""
+"""(layer, q [..., H, D], k [..., H_kv, D], v [..., H_kv, D]) -> attention's output [..., H * D]; may keep k and v."""
 
 
 class RMSNorm(nn.Module):

@@ -43,26 +43,35 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, params: SamplingParams) -
 
     The log-probs are of `logits / temperature` (the plain logits at temperature 0, where the likeliest token is taken)
     and are not renormalised over the tokens that top_p and top_k leave. A token of probability 0 is never drawn.
+
+    Raises FloatingPointError on a row with a NaN or +inf, or with nothing but -inf.
     """
     logits = logits.float()
     if params.temperature not in (0.0, 1.0):
         logits = logits / params.temperature
     probs = torch.softmax(logits, -1)
+    # Softmax spreads a NaN or an infinity over its whole row, so one column tells.
+    if not probs[:, 0].isfinite().all():
+        raise FloatingPointError("the model gave logits that are NaN or infinite: its weights are broken")
+    sums = probs.cumsum(-1, dtype=torch.float64)
     if params.temperature == 0.0:
         tokens = probs.argmax(-1, keepdim=True)
+    elif params.top_p >= 1.0 and params.top_k <= 0:
+        tokens = _invert(sums, uniforms)
     else:
-        kept = probs if params.top_p >= 1.0 and params.top_k <= 0 else _restrict(probs, params.top_p, params.top_k)
-        tokens = _invert_cdf(kept, uniforms[:, None])
-    return tokens[:, 0], probs.gather(1, tokens)[:, 0].log()
+        kept = _restrict(probs, params.top_p, params.top_k)
+        tokens = _invert(kept.cumsum(-1, dtype=torch.float64), uniforms)
+    # Divided by their sum once more: over a large vocabulary softmax is off by 1e-5, for its sum is of float32.
+    log_probs = (probs.gather(1, tokens) / sums[:, -1:]).log()
+    return tokens[:, 0], log_probs[:, 0].float()
 
 
-def _invert_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """weights [B, V], uniforms [B, 1] -> [B, 1]: the first token at which the running sum exceeds uniform * total."""
-    sums = weights.cumsum(-1, dtype=torch.float64)
+def _invert(sums: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Running sums [B, V] of weights, uniforms [B] -> [B, 1]: first token whose running sum exceeds uniform * total."""
     total = sums[:, -1:].contiguous()
     # Below the total even where the product rounds up to it: the first token that exceeds the threshold then exists,
     # and raises the sum, so its weight is not 0.
-    threshold = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    threshold = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(sums, threshold, right=True)
 
 
