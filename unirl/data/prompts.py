@@ -1,5 +1,6 @@
 """Prompts as the rollout engine gets them, and the account of how they were chosen."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -90,10 +91,20 @@ class PromptDataset(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._records)
 
-    def __getitem__(self, index: int) -> Prompt:
-        """The prompt at `index` (negative counts from the end); IndexError outside the dataset."""
+    def __getitem__(self, index: int | slice) -> "Prompt | list[Prompt]":
+        """The prompt at `index` (negative counts from the end; IndexError outside), or those of a slice as a list."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"prompt {index} of a dataset of {len(self)}")
         index = index % len(self)
         token_ids = self._tokens[self._bounds[index] : self._bounds[index + 1]]
         return Prompt(index, tuple(token_ids.tolist()), json.loads(self._records[index]))
+
+    def fingerprint(self) -> str:
+        """Hex digest of all tokens and records: equal for equal datasets. Tells a resumed run that its data changed."""
+        digest = hashlib.blake2b(self._tokens.tobytes(), digest_size=16)
+        digest.update(self._bounds.tobytes())
+        for record in self._records:
+            digest.update(record)
+        return digest.hexdigest()
