@@ -235,14 +235,14 @@ def read_hub(name: str, option: str) -> Iterator[tuple[str, Any]]:
     """(place, row) of all splits of a hub data set, streamed. `option` is the one that takes local files instead."""
     try:
         import datasets
-        import httpx  # Comes with the hub client, which lets its errors through.
+        from huggingface_hub.errors import HTTPError
     except ImportError as error:
         raise UserError(f"reading {name} from the hub needs datasets: {INSTALL_HINT}") from error
     try:
         for split, rows in datasets.load_dataset(name, streaming=True).items():
             for number, row in enumerate(rows, 1):
                 yield f"{name} {split} row {number}", row
-    except (OSError, ValueError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, HTTPError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"cannot read {name} from the Hugging Face hub ({error}); download it elsewhere and name the local files: "
             f"{option} FILE... (parquet or jsonl; the options are --train, --aime24, --aime25)"
