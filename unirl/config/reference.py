@@ -27,7 +27,7 @@ python -m unirl.train_ar --config-name=ar/arith_drpo_tiny_cpu seed=1 run_dir=run
 | a list, a section | `'optimizer.betas=[0.9,0.95]'`, `'data.tasks={chain_sum: {min_terms: 2}}'` |
 | special characters | `'run_dir="runs/a=b"'` |
 | choose a preset of a section | `algorithm=grpo`: the file `algorithm/grpo.yaml` beside the recipes |
-| take an environment variable | in a recipe: `path: ${oc.env:DATA_PATH}`, with a default: `${oc.env:MODEL,Qwen/Qwen3-4B-Base}` |
+| take an environment variable | in a recipe: `${oc.env:DATA_PATH}`; with a default: `${oc.env:MODEL,models/qwen3}` |
 | take another key | in a recipe: `horizon: ${sampling.max_new_tokens}` |
 | a file beside another | in a recipe: `path: ${sibling:${data.path},eval.jsonl}` |
 
