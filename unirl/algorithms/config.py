@@ -1,8 +1,15 @@
-"""Config of losses and advantages: plain dataclasses, importable without torch."""
+"""Config of losses and advantages: plain dataclasses and their rules, importable without torch."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from unirl.utils.keys import key
+
+Config = TypeVar("Config")
 
 
 @dataclass
@@ -18,9 +25,210 @@ class NormConfig:
 
 
 @dataclass
+class RejectionConfig:
+    """Which tokens or sequences are dropped, or how their behaviour weights are clamped (decoupled loss only).
+
+    The metric compares the proximal with the rollout policy; what lies outside [lower, upper] is acted on.
+    """
+
+    level: str = key("token", "Judge each token, or each sequence as a whole.", choices=["token", "sequence"])
+    metric: str = key(
+        "ratio",
+        "What is compared with the bounds.",
+        choices=["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"],
+    )
+    action: str = key(
+        "mask", "Drop what is outside the bounds, or clamp its weight (metric ratio only).", choices=["mask", "clamp"]
+    )
+    agg: str = key(
+        "mean", "How a sequence's token metrics become one (level sequence).", choices=["sum", "mean", "max"]
+    )
+    lower: float | None = key(None, "Lower bound; null: none.")
+    upper: float | None = key(None, "Upper bound, above 1 for metric ratio; must be given.")
+
+
+@dataclass
 class PolicyLossConfig:
-    """Which policy loss, and its constants."""
+    """Which policy loss, and its constants. A constant that the chosen loss does not have is not read."""
 
     loss: str = key(
         "drpo", "Loss on the ratio of policy to anchor.", choices=["ppo", "drpo", "spo", "dppo", "sapo", "cispo"]
     )
+    eps_clip: float = key(0.2, "Ratio clip below 1, and above 1 where eps_clip_higher is null (ppo, cispo).", ge=0)
+    eps_clip_higher: float | None = key(None, "Ratio clip above 1 (ppo; cispo needs it).", ge=0)
+    c_clip: float | None = key(None, "Dual clip: the loss of a token is at most c_clip |A| (ppo); null: none.", gt=1)
+    drpo_epsilon: float = key(12.5, "Shift of a token's probability at which the pull back balances the push.", gt=0)
+    spo_epsilon: float = key(0.2, "Shift of the ratio at which the pull back balances the push (spo).", gt=0)
+    dppo_delta: float = key(0.2, "Shift of a token's probability beyond which it is not pushed on (dppo).", gt=0)
+    sapo_tau_pos: float = key(1.0, "Temperature of the soft gate where A > 0 (sapo).", gt=0)
+    sapo_tau_neg: float = key(1.05, "Temperature of the soft gate where A <= 0 (sapo).", gt=0)
+    importance_sampling_level: str = key(
+        "token", "Ratio of each token, or one per sequence: the geometric mean (GSPO).", choices=["token", "sequence"]
+    )
+    use_decoupled_loss: bool = key(
+        False, "Anchor the ratio on the proximal policy and weight tokens by proximal over rollout probability."
+    )
+    rejection_sampling: RejectionConfig | None = key(
+        None, "Filter on the distance of the proximal from the rollout policy (decoupled loss only)."
+    )
+    loss_agg_mode: str = key(
+        "token-mean",
+        "How token losses become one number.",
+        choices=["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+    )
+    horizon: int | None = key(
+        None, "Constant that divides a sequence's sum (seq-mean-token-sum-norm), usually sampling.max_new_tokens.", gt=0
+    )
+    entropy_coef: float = key(0.0, "Weight of the entropy bonus.", ge=0)
+    kl_coef: float = key(0.0, "Weight of the KL to the reference policy in the loss.", ge=0)
+    kl_estimator: str = key("k3", "Estimator of that KL.", choices=["k1", "k2", "k3"])
+
+
+@dataclass
+class GAEConfig:
+    """Generalised advantage estimation."""
+
+    discount: float = key(1.0, "Discount per step.", ge=0, le=1)
+    gae_lambda: float | str = key(
+        1.0,
+        "A number, vapo_length_adaptive, relative_position, or the dotted path of a callable(num_steps, **kwargs).",
+    )
+    gae_lambda_kwargs: dict[str, Any] = key(factory=dict, doc="Arguments of a lambda given by name: alpha, q, ...")
+    gae_timestep_unit: str = key("token", "What one step is.", choices=["token", "turn"])
+
+
+@dataclass
+class OverlongConfig:
+    """Soft penalty on responses that come close to the longest length (DAPO)."""
+
+    overlong_tokens: int = key(MISSING, "Length of the penalty zone that ends at max_new_tokens.", ge=1)
+    max_new_tokens: int = key(MISSING, "Longest response in tokens.", ge=1)
+    overlong_penalty_factor: float = key(1.0, "Penalty at max_new_tokens.", ge=0)
+
+
+@dataclass
+class StepAdvantageConfig:
+    """How the advantage of an episode is shared out over its steps."""
+
+    step_adv_const_length: float | None = key(None, "Divide by this constant; null: by the steps of the episode.", gt=0)
+
+
+def as_config(cls: type[Config], config: Config | Mapping[str, Any]) -> Config:
+    """`config` itself where it is a `cls`, else a `cls` made of its keys, nested sections included.
+
+    Raises ValueError on a key that `cls` lacks, with the nearest one, and on a key without default that is missing.
+    """
+    if isinstance(config, cls):
+        return config
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"{cls.__name__}: found {type(config).__name__}, expected a {cls.__name__} or a dict of its keys"
+        )
+    known = {f.name: f for f in fields(cls)}
+    for name in config:
+        if name not in known:
+            near = get_close_matches(str(name), known, n=1)
+            raise ValueError(
+                f"{cls.__name__}: unknown key {name!r}"
+                + (f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}")
+            )
+    missing = [n for n, f in known.items() if n not in config and f.default is MISSING and f.default_factory is MISSING]
+    if missing:
+        raise ValueError(f"{cls.__name__}: missing key {missing[0]!r}: {known[missing[0]].metadata['doc']}")
+    hints = get_type_hints(cls)
+    return cls(**{name: _nested(hints[name], value) for name, value in config.items()})
+
+
+def _nested(hint: Any, value: Any) -> Any:
+    section = next(
+        (kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if is_dataclass(kind)), None
+    )
+    return as_config(section, value) if section is not None and value is not None else value
+
+
+def key_problems(config: Any, prefix: str = "") -> list[str]:
+    """Violations of the rules that stand beside the keys of `config` (choices, bounds, numbers that are not finite)."""
+    return [
+        f"{prefix}{f.name}: {problem}"
+        for f in fields(config)
+        if (problem := _key_problem(f, getattr(config, f.name))) is not None
+    ]
+
+
+def _key_problem(f: Field, value: Any) -> str | None:
+    rules = f.metadata
+    if value is None:
+        optional = not isinstance(f.type, type) and type(None) in get_args(f.type)
+        return None if optional else "found null, expected a value"
+    if "choices" in rules and value not in rules["choices"]:
+        near = get_close_matches(str(value), rules["choices"], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"found {value!r}, expected one of {', '.join(rules['choices'])}{hint}"
+    bounds = [
+        (text, rules[name]) for name, text in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")) if name in rules
+    ]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and not math.isfinite(value):
+        return f"found {value}, expected a finite number"
+    for text, bound in bounds:
+        holds = is_number and {">": value > bound, ">=": value >= bound, "<": value < bound, "<=": value <= bound}[text]
+        if not holds:
+            return f"found {value!r}, expected a number {text} {bound}"
+    return None
+
+
+def loss_config_problems(config: PolicyLossConfig) -> list[str]:
+    """What is wrong with a policy-loss config, one plain message a rule; empty where it is sound."""
+    own = {f.name for f in fields(PolicyLossConfig)}
+    problems = [p for p in key_problems(config) if p.split(":")[0] in own]
+    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.horizon is None:
+        problems.append(
+            "horizon: found null, expected a number > 0: loss_agg_mode seq-mean-token-sum-norm divides by it"
+        )
+    if config.loss == "cispo":
+        if not config.eps_clip_higher:
+            problems.append(
+                f"eps_clip_higher: found {config.eps_clip_higher}, expected a number > 0: loss cispo needs it"
+            )
+        if config.importance_sampling_level != "token":
+            problems.append("importance_sampling_level: loss cispo weights single tokens; set it to token")
+    if config.loss == "sapo" and config.use_decoupled_loss:
+        problems.append("use_decoupled_loss: loss sapo gates the ratio to the rollout policy; set it to false")
+    if config.rejection_sampling is not None:
+        if not config.use_decoupled_loss:
+            problems.append(
+                "rejection_sampling: it compares proximal and rollout policy, and only the decoupled loss has both; "
+                "set use_decoupled_loss to true or rejection_sampling to null"
+            )
+        problems += _rejection_problems(config.rejection_sampling)
+    return problems
+
+
+def _rejection_problems(rejection: RejectionConfig) -> list[str]:
+    prefix = "rejection_sampling."
+    problems = key_problems(rejection, prefix)
+    lower, upper = rejection.lower, rejection.upper
+    if upper is None:
+        return [*problems, f"{prefix}upper: found null, expected a number"]
+    if rejection.metric == "ratio":
+        if upper <= 1:
+            problems.append(f"{prefix}upper: found {upper}, expected > 1 for metric ratio: equal policies have ratio 1")
+        if lower is not None and lower <= 0:
+            problems.append(f"{prefix}lower: found {lower}, expected > 0 for metric ratio, or null for no lower bound")
+    elif upper <= 0:
+        problems.append(f"{prefix}upper: found {upper}, expected > 0: equal policies have KL 0")
+    if lower is not None and lower >= upper:
+        problems.append(f"{prefix}lower: found {lower}, expected less than upper, {upper}")
+    if rejection.action == "clamp" and rejection.metric != "ratio":
+        problems.append(f"{prefix}action: clamp acts on weights, so it needs metric ratio, found {rejection.metric}")
+    return problems
+
+
+def required_inputs(config: PolicyLossConfig) -> tuple[str, ...]:
+    """Arguments of `policy_loss`, beside the ones that are always there, that this config needs."""
+    needs = {
+        "prox_logp": config.use_decoupled_loss,
+        "ref_logp": config.kl_coef > 0,
+        "entropy": config.entropy_coef > 0,
+    }
+    return tuple(name for name, needed in needs.items() if needed)

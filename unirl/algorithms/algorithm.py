@@ -1,0 +1,97 @@
+"""`PolicyAlgorithm`: a policy loss driven over the micro-batches of one optimizer step."""
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol
+
+import torch
+
+from unirl.algorithms.aggregate import Denominators
+from unirl.algorithms.config import PolicyLossConfig, loss_config_problems
+from unirl.algorithms.loss import policy_loss
+from unirl.algorithms.metrics import Metric
+from unirl.algorithms.registry import algorithm_class
+from unirl.algorithms.token_loss import TokenLoss
+
+
+class LossMicroBatch(Protocol):
+    """What the loss needs of a micro-batch of R response tokens in N samples.
+
+    old_logp, advantages [R] float32; loss_mask [R] bool; loss_cu_seqlens [N+1] int64.
+    """
+
+    old_logp: torch.Tensor
+    advantages: torch.Tensor
+    loss_mask: torch.Tensor
+    loss_cu_seqlens: torch.Tensor
+
+
+LossFunction = Callable[[LossMicroBatch, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, dict[str, Metric]]]
+
+
+class LossActor(Protocol):
+    """The policy under training, as far as an algorithm drives it."""
+
+    def forward_backward(
+        self, micro_batches: Sequence[LossMicroBatch], loss_fn: LossFunction
+    ) -> list[dict[str, Metric]]:
+        """Accumulate the gradients of the sum of `loss_fn(micro_batch, logp [R], entropy [R])` over the micro-batches.
+
+        Returns the metrics of each of them.
+        """
+
+
+class PolicyAlgorithm:
+    """One policy loss with its config.
+
+    token_loss: the loss of a token, see `TokenLoss`.
+    supports_multi_update: whether one rollout batch may be trained on several times.
+    """
+
+    token_loss: ClassVar[TokenLoss]
+    supports_multi_update: ClassVar[bool] = True
+
+    def __init__(self, config: PolicyLossConfig):
+        """Raises ValueError where `config` breaks a rule of its loss."""
+        if problems := loss_config_problems(config):
+            raise ValueError(f"algorithm: {'; '.join(problems)}")
+        self.config = config
+
+    @property
+    def zero_advantage_means_zero_gradient(self) -> bool:
+        """Whether a sample with advantages of 0 has no gradient: not so with an entropy bonus or a reference KL."""
+        return self.config.entropy_coef == 0 and self.config.kl_coef == 0
+
+    def compute_loss_and_backward(
+        self, actor: LossActor, micro_batches: Sequence[LossMicroBatch], denominators: Denominators
+    ) -> list[dict[str, Metric]]:
+        """Accumulate the gradients of one optimizer step; returns the metrics of each micro-batch.
+
+        denominators: counted over all micro-batches of the step and all ranks, so that any split of the batch
+        gives the same gradient.
+        """
+
+        def loss_fn(
+            micro_batch: LossMicroBatch, logp: torch.Tensor, entropy: torch.Tensor | None
+        ) -> tuple[torch.Tensor, dict[str, Metric]]:
+            output = policy_loss(
+                self.config,
+                logp=logp,
+                old_logp=micro_batch.old_logp,
+                advantages=micro_batch.advantages,
+                loss_mask=micro_batch.loss_mask,
+                cu_seqlens=micro_batch.loss_cu_seqlens,
+                prox_logp=getattr(micro_batch, "prox_logp", None),
+                ref_logp=getattr(micro_batch, "ref_logp", None),
+                entropy=entropy,
+                denominators=denominators,
+            )
+            return output.loss, output.metrics
+
+        return actor.forward_backward(micro_batches, loss_fn)
+
+
+def make_algorithm(config: PolicyLossConfig) -> PolicyAlgorithm:
+    """The algorithm that `config.loss` names. Raises ValueError where `config` breaks a rule."""
+    if problems := loss_config_problems(config):
+        raise ValueError(f"algorithm: {'; '.join(problems)}")
+    return algorithm_class(config.loss)(config)

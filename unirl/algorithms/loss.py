@@ -1,0 +1,215 @@
+"""The policy loss of a packed batch: token losses, weighted, filtered and summed once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unirl.algorithms.aggregate import Denominators, token_weights
+from unirl.algorithms.config import PolicyLossConfig, as_config, loss_config_problems, required_inputs
+from unirl.algorithms.kl import kl_derivative, kl_estimate
+from unirl.algorithms.metrics import Metric, masked_max, masked_mean
+from unirl.algorithms.packed import Packing
+from unirl.algorithms.ratio import RatioTerms, logp_derivative, ratio_terms
+from unirl.algorithms.registry import algorithm_class
+from unirl.algorithms.rejection import Behaviour, behaviour
+from unirl.algorithms.token_loss import TokenLoss
+
+
+@dataclass(frozen=True)
+class PolicyLossOutput:
+    """loss: 0-dim, divided by the denominators, with graph.
+
+    per_token [T]: the loss of each token before it is divided (weight, KL and entropy terms included), 0 where masked.
+    metrics: sums and counts over the unmasked tokens, see `merge_metrics`.
+    """
+
+    loss: torch.Tensor
+    per_token: torch.Tensor
+    metrics: dict[str, Metric]
+
+
+def policy_loss(
+    config: PolicyLossConfig | Mapping[str, Any],
+    *,
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    prox_logp: torch.Tensor | None = None,
+    ref_logp: torch.Tensor | None = None,
+    entropy: torch.Tensor | None = None,
+    denominators: Denominators | None = None,
+) -> PolicyLossOutput:
+    """The loss named by `config.loss` on N packed sequences of T tokens in all.
+
+    config: a `PolicyLossConfig`, or a dict of its keys.
+    logp, old_logp, advantages [T] float: log-probs in nats of the policy and of the rollout policy; all is computed in
+        fp32, or in the widest dtype given. Gradient flows to `logp`, and to `entropy` where it has a weight.
+    loss_mask [T] bool: False leaves a token out.
+    cu_seqlens [N+1] integer: bounds of the sequences, which may be empty.
+    prox_logp [T]: proximal policy (`use_decoupled_loss`). ref_logp [T]: reference policy (`kl_coef`).
+    entropy [T]: of the policy at each token, in nats (`entropy_coef`; else only its metric).
+    denominators: counts over the whole global batch; None counts this call's own.
+
+    A token with a value that is not finite is dropped from the numerator, gets gradient 0 and is counted in the metric
+    `nonfinite_tokens`. Raises ValueError on a config that breaks a rule, a missing input, or shapes that do not fit.
+    """
+    call = _prepare(
+        config, logp, old_logp, advantages, loss_mask, cu_seqlens, prox_logp, ref_logp, entropy, denominators
+    )
+    surrogate = call.token_loss.loss(call.config, call.terms)
+    per_token = torch.where(call.behaviour.kept, call.behaviour.weights * surrogate, 0)
+    if call.config.kl_coef > 0:
+        per_token = per_token + call.config.kl_coef * kl_estimate(
+            call.config.kl_estimator, call.terms.logp, call.ref_logp
+        )
+    if call.config.entropy_coef > 0:
+        per_token = per_token - call.config.entropy_coef * call.entropy
+    loss = (call.weights * per_token).sum()
+    return PolicyLossOutput(loss, per_token, _metrics(call, loss))
+
+
+@torch.no_grad()
+def policy_loss_derivative(
+    config: PolicyLossConfig | Mapping[str, Any],
+    *,
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    prox_logp: torch.Tensor | None = None,
+    ref_logp: torch.Tensor | None = None,
+    denominators: Denominators | None = None,
+) -> torch.Tensor:
+    """d loss / d logp [T] of `policy_loss` in closed form, without autograd; arguments as there.
+
+    The entropy bonus has no part in it: its gradient goes through `entropy`, not through `logp`.
+    """
+    config = as_config(PolicyLossConfig, config)
+    entropy = torch.zeros_like(logp) if config.entropy_coef > 0 else None
+    call = _prepare(
+        config, logp, old_logp, advantages, loss_mask, cu_seqlens, prox_logp, ref_logp, entropy, denominators
+    )
+    derivative = call.token_loss.derivative(config, call.terms) * call.behaviour.weights * call.weights
+    derivative = torch.where(call.behaviour.kept, derivative, 0)
+    derivative = logp_derivative(config, derivative, call.live, call.packing)
+    if config.kl_coef > 0:
+        slope = kl_derivative(config.kl_estimator, call.terms.logp, call.ref_logp)
+        derivative = derivative + config.kl_coef * call.weights * slope
+    return torch.where(call.live, derivative, 0)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Checked inputs of one call. live [T] bool: unmasked tokens all of whose values are finite."""
+
+    config: PolicyLossConfig
+    token_loss: TokenLoss
+    packing: Packing
+    loss_mask: torch.Tensor
+    live: torch.Tensor
+    terms: RatioTerms
+    behaviour: Behaviour
+    weights: torch.Tensor
+    prox_logp: torch.Tensor | None
+    ref_logp: torch.Tensor | None
+    entropy: torch.Tensor | None
+
+
+def _prepare(
+    config, logp, old_logp, advantages, loss_mask, cu_seqlens, prox_logp, ref_logp, entropy, denominators
+) -> _Call:
+    config = as_config(PolicyLossConfig, config)
+    if problems := loss_config_problems(config):
+        raise ValueError(f"policy loss: {'; '.join(problems)}")
+    values = {"logp": logp, "old_logp": old_logp, "advantages": advantages}
+    values |= {"prox_logp": prox_logp, "ref_logp": ref_logp, "entropy": entropy}
+    needed = required_inputs(config)
+    values = {name: value for name, value in values.items() if value is not None}
+    _check_inputs(config, values, loss_mask, needed)
+    mask = loss_mask.bool()
+    packing = Packing.from_cu_seqlens(cu_seqlens, mask.numel())
+    values, live = _finite_values(values, mask)
+    if not config.use_decoupled_loss:
+        values["prox_logp"] = values["old_logp"]
+    terms = ratio_terms(
+        config, values["logp"], values["old_logp"], values["prox_logp"], values["advantages"], live, packing
+    )
+    return _Call(
+        config=config,
+        token_loss=algorithm_class(config.loss).token_loss,
+        packing=packing,
+        loss_mask=mask,
+        live=live,
+        terms=terms,
+        behaviour=behaviour(config, values["old_logp"], values["prox_logp"], live, packing),
+        weights=torch.where(live, token_weights(config, mask, packing, denominators, values["logp"].dtype), 0),
+        prox_logp=values["prox_logp"],
+        ref_logp=values.get("ref_logp"),
+        entropy=values.get("entropy"),
+    )
+
+
+def _check_inputs(config: PolicyLossConfig, values: dict[str, torch.Tensor], loss_mask: torch.Tensor, needed) -> None:
+    reasons = {"prox_logp": "use_decoupled_loss", "ref_logp": "kl_coef", "entropy": "entropy_coef"}
+    for name in needed:
+        if name not in values:
+            raise ValueError(
+                f"policy loss: {name} is missing, and {reasons[name]}={getattr(config, reasons[name])} needs it"
+            )
+    for name, value in {**values, "loss_mask": loss_mask}.items():
+        if value.dim() != 1 or value.shape != values["logp"].shape:
+            raise ValueError(
+                f"policy loss: {name}: found shape {tuple(value.shape)}, "
+                f"expected [T] like logp, {tuple(values['logp'].shape)}"
+            )
+
+
+def _finite_values(values: dict[str, torch.Tensor], mask: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The values in one dtype, fp32 or wider, with 0 at every token that takes no part; and which tokens do.
+
+    What is replaced here never meets arithmetic, so that a masked NaN leaves no NaN in any gradient.
+    """
+    dtype = torch.float32
+    for value in values.values():
+        dtype = torch.promote_types(dtype, value.dtype)
+    live = mask
+    for value in values.values():
+        live = live & value.isfinite()
+    constant = {name: value for name, value in values.items() if name not in ("logp", "entropy")}
+    constant = {name: value.detach() for name, value in constant.items()}
+    return {name: torch.where(live, value.to(dtype), 0) for name, value in {**values, **constant}.items()}, live
+
+
+@torch.no_grad()
+def _metrics(call: _Call, loss: torch.Tensor) -> dict[str, Metric]:
+    terms, live = call.terms, call.live
+    upper, lower = call.token_loss.limits(call.config, terms)
+    replay_logp = call.prox_logp if call.config.use_decoupled_loss else terms.logp
+    means = {
+        "ratio_mean": terms.ratio,
+        "approx_kl": torch.expm1(terms.log_ratio) - terms.log_ratio,
+        "approx_kl_abs": terms.log_ratio.abs(),
+        "clipfrac_upper": upper,
+        "clipfrac_lower": lower,
+        "clip_ratio": upper | lower,
+        "rollout_replay_logp_absdiff_mean": (replay_logp - terms.old_logp).abs(),
+        **call.token_loss.diagnostics(call.config, terms),
+    }
+    if call.entropy is not None:
+        means["entropy"] = call.entropy
+    if call.config.kl_coef > 0:
+        means["ref_kl"] = kl_estimate(call.config.kl_estimator, terms.logp, call.ref_logp)
+    if call.config.use_decoupled_loss:
+        means["behave_approx_kl_abs"] = (call.prox_logp - terms.old_logp).abs()
+        means["behave_weight_mean"] = call.behaviour.weights
+        means["behave_cap_ratio"] = ~call.behaviour.kept
+    metrics = {name: masked_mean(value.to(loss.dtype), live) for name, value in means.items()}
+    metrics["loss"] = Metric(loss.detach(), live.sum(), "sum")
+    metrics["ratio_max"] = masked_max(terms.ratio, live)
+    metrics["nonfinite_tokens"] = Metric((call.loss_mask & ~live).sum(), call.loss_mask.sum(), "sum")
+    return metrics
