@@ -7,6 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.rollout.conftest import MAX_POSITIONS, VOCAB_SIZE, build_model, reference_log_probs
 from unirl.rollout.native import NativeRolloutEngine
@@ -236,6 +237,31 @@ def test_sharded_folder(models, tmp_path):
         NativeRolloutEngine(tmp_path, max_batch_size=64).generate(requests),
         NativeRolloutEngine(folder, max_batch_size=64).generate(requests),
     )
+
+
+def test_a_tied_model_may_store_its_head_as_an_equal_copy(models, tmp_path):
+    folder = shutil.copytree(models["qwen3"][1], tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors")
+    requests = make_requests(SamplingParams(20))
+    assert_same(
+        NativeRolloutEngine(folder, max_batch_size=64).generate(requests),
+        NativeRolloutEngine(models["qwen3"][1], max_batch_size=64).generate(requests),
+    )
+    weights["lm_head.weight"] += 1
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        NativeRolloutEngine(folder, max_batch_size=64)
+
+
+def test_weights_that_do_not_fit_the_config_are_refused(models, tmp_path):
+    folder = shutil.copytree(models["qwen2"][1], tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing .1.: lm_head.weight"):
+        NativeRolloutEngine(folder, max_batch_size=64)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from unirl.types import SamplingParams
 _PREFILL_TOKENS = 8192
 """Prompt tokens, padding included, that pass through the model at once: bounds the memory of activations."""
 
-_COMPACTION_STEPS = 2
+_COMPACTION_STEPS = 1
 """Decode steps that cost a row about as much as its share of a compaction."""
 
 

@@ -22,8 +22,10 @@ def read_weights(
     weights = {}
     for path in _weight_files(Path(folder)):
         with safe_open(path, framework="pt") as file:
-            weights.update((name, file.get_tensor(name).to(device, dtype)) for name in file.keys())  # noqa: SIM118
-    if tied and _HEAD in weights and not torch.equal(weights.pop(_HEAD), weights[_EMBEDDING]):
+            for name in file.keys():  # noqa: SIM118
+                # A copy, so that nothing maps a file that may be replaced while the engine lives.
+                weights[name] = file.get_tensor(name).to(device, dtype, copy=True)
+    if tied and _HEAD in weights and _EMBEDDING in weights and not torch.equal(weights.pop(_HEAD), weights[_EMBEDDING]):
         raise ValueError(f"{folder}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}")
     return weights
 
