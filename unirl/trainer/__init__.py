@@ -1,5 +1,1 @@
 """The training loops."""
-
-from unirl.trainer.ar import ARTrainer
-
-__all__ = ["ARTrainer"]

@@ -1,5 +1,6 @@
 """`ARTrainer`: synchronous training of an autoregressive policy. `_train_iteration` is the whole method."""
 
+import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -84,10 +85,10 @@ class ARTrainer:
                 )
                 return 130
             self._save()
-            self.actor.export_hf(self.run.path / "policy")
-            self.display.message(
-                f"done: the run is in {self.run.path}, the trained policy in {self.run.path / 'policy'}"
-            )
+            policy = self.run.path / "policy"
+            shutil.rmtree(policy, ignore_errors=True)  # of the same run when it had fewer iterations
+            self.actor.export_hf(policy)
+            self.display.message(f"done: the run is in {self.run.path}, the trained policy in {policy}")
         return 0
 
     def _train_iteration(self) -> None:
