@@ -54,7 +54,7 @@ class PolicyLossConfig:
     c_clip: float | None = key(None, "Dual clip: the loss of a token is at most c_clip |A| (ppo); null: none.", gt=1)
     drpo_epsilon: float = key(12.5, "Shift of a token's probability at which the pull back balances the push.", gt=0)
     spo_epsilon: float = key(0.2, "Shift of the ratio at which the pull back balances the push (spo).", gt=0)
-    dppo_delta: float = key(0.2, "Shift of a token's probability beyond which it is not pushed on (dppo).", gt=0)
+    dppo_delta: float = key(0.15, "Shift of a token's probability beyond which it is not pushed on (dppo).", gt=0)
     sapo_tau_pos: float = key(1.0, "Temperature of the soft gate where A > 0 (sapo).", gt=0)
     sapo_tau_neg: float = key(1.05, "Temperature of the soft gate where A <= 0 (sapo).", gt=0)
     importance_sampling_level: str = key(
