@@ -34,14 +34,14 @@ def evaluation_reads_its_file(config: TrainConfig) -> str | None:
     return f"is not read with data.kind={config.data.kind}, which makes its own held-out problems; set it to null"
 
 
-@rule("data.path")
+@rule("data.path", run_only=True)
 def prompts_exist(config: TrainConfig) -> str | None:
     """The file data.path exists."""
     path = config.data.path
     return None if path is None or Path(path).is_file() else f"found {path!r}: no such file"
 
 
-@rule("eval.path")
+@rule("eval.path", run_only=True)
 def evaluation_prompts_exist(config: TrainConfig) -> str | None:
     """The file eval.path exists; null goes without evaluation."""
     path = config.eval.path
