@@ -12,6 +12,7 @@ from unirl.config.summary import print_summary
 from unirl.errors import UserError
 
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("stopped at once; what the last checkpoint holds is safe: continue with resume=auto", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _execute(command: Command) -> int:

@@ -164,7 +164,7 @@ def test_max_prompts_takes_the_first_that_can_be_kept(tokenizer, tmp_path):
     dataset = load(tokenizer, path, max_prompts=300, max_prompt_tokens=20)
     assert [prompt.record["prompt"] for prompt in dataset] == [str(i) for i in range(300)]
     assert (dataset.report.kept, dataset.report.too_long, dataset.report.bad_lines) == (300, 1, [])
-    assert "the first 300" in dataset.report.summary()
+    assert "only the first 300" in dataset.report.summary()
 
 
 def test_fingerprint_tells_datasets_apart(tokenizer, tmp_path):

@@ -8,6 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.data.conftest import CHAT_TEMPLATE, make_tokenizer
+from unirl.config.schema import DataConfig
+from unirl.data import load_prompts
 from unirl.utils.prepare_dapo_math import BOXED_INSTRUCTION, PUBLISHED_PREAMBLE, PUBLISHED_SUFFIX, main
 
 ROOT = Path(__file__).parents[2]
@@ -193,3 +196,13 @@ def test_an_output_folder_that_cannot_be_written_is_named(prepare, tmp_path):
     status, _, err = prepare(out_dir=tmp_path / "file")
     assert status == 1
     assert "--out-dir" in err
+
+
+def test_the_files_are_what_load_prompts_reads(prepare, tmp_path):
+    assert prepare()[0] == 0
+    tokenizer = make_tokenizer(CHAT_TEMPLATE)
+    train = load_prompts(DataConfig(path=str(tmp_path / "out/train.jsonl")), tokenizer, split="train")
+    heldout = load_prompts(DataConfig(), tokenizer, split="heldout", path=str(tmp_path / "out/aime_eval.jsonl"))
+    assert (len(train), len(heldout)) == (5, 60)
+    assert not train.report.bad_lines + heldout.report.bad_lines
+    assert "\\boxed{}" in tokenizer.decode(train[0].token_ids)

@@ -90,7 +90,7 @@ def _select(
             else:
                 kept += 1
                 yield token_ids, record
-    report.notes.append(f"the first {limit:,} prompts were taken, the rest was not read")
+    report.notes.append(f"only the first {limit:,} prompts were taken")
 
 
 def _distinct(records: Records, renderer: PromptRenderer, report: LoadReport) -> Iterator[tuple[int, str, bytes]]:

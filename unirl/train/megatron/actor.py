@@ -16,7 +16,13 @@ from unirl.train.megatron.architecture import read_architecture
 from unirl.train.megatron.model import PolicyModel, transformer_config
 from unirl.train.megatron.optimizer import PolicyOptimizer, StepResult
 from unirl.train.megatron.runtime import ParallelRuntime
-from unirl.train.megatron.weights import iterate_weights, load_weights, resolve_folder, write_hf_folder
+from unirl.train.megatron.weights import (
+    iterate_gradients,
+    iterate_weights,
+    load_weights,
+    resolve_folder,
+    write_hf_folder,
+)
 from unirl.train.packing import MicroBatch
 
 LossFn = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict]]
@@ -102,6 +108,13 @@ class MegatronActor:
         """
         return self.optimizer.step()
 
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, copy of the gradient, float32) of every weight, in the order of `export_weights`.
+
+        After `optimizer_step` they are the clipped ones.
+        """
+        return iterate_gradients(self.model)
+
     def save(self, folder: Path) -> None:
         """Write weights, master weights, moments and step count into the existing `folder`."""
         state.save_state(self.model, self.optimizer, folder)
@@ -159,6 +172,6 @@ class MegatronActor:
         )
 
 
-def _finalize_undivided(chunks: list[DistributedDataParallel], num_tokens: torch.Tensor | None = None, **kwargs) -> None:
+def _finalize_undivided(chunks: list[DistributedDataParallel], num_tokens=None, **kwargs) -> None:
     """Reduce gradients over ranks. Megatron would then divide them by its count of tokens: ours are divided already."""
     finalize_model_grads(chunks, **kwargs)

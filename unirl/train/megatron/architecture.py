@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from unirl.errors import UserError
 from unirl.train.megatron.rope import Llama3Scaling, RopeConfig
 
 
@@ -51,12 +52,12 @@ MODEL_TYPES = tuple(_FAMILIES)
 def read_architecture(folder: Path, *, trust_remote_code: bool = False) -> Architecture:
     """The architecture of the Hugging Face folder.
 
-    Raises ValueError that names the file, the field, the value found and what is supported.
+    Raises UserError that names the file, the field, the value found and what is supported.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     where = folder / "config.json"
     if config.model_type not in _FAMILIES:
-        raise ValueError(f"{where}: model_type {config.model_type!r} is not supported, only {', '.join(_FAMILIES)}")
+        raise UserError(f"{where}: model_type {config.model_type!r} is not supported, only {', '.join(_FAMILIES)}")
     family = _FAMILIES[config.model_type]
     for field, required in (_REQUIRED | family.required).items():
         _require(where, field, getattr(config, field, required), required, lambda found, wanted: found == wanted)
@@ -100,4 +101,4 @@ def _read_rope(where: Path, config: PretrainedConfig, head_dim: int) -> RopeConf
 
 def _require(where: Path, field: str, found: Any, wanted: Any, accepts: Callable[[Any, Any], bool]) -> None:
     if not accepts(found, wanted):
-        raise ValueError(f"{where}: {field} is {found!r}, but training supports {wanted!r} only")
+        raise UserError(f"{where}: {field} is {found!r}, but training supports {wanted!r} only")

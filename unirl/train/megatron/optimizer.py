@@ -75,7 +75,7 @@ class PolicyOptimizer:
         return StepResult(grad_norm, lr, skipped=False)
 
     def masters(self, named_parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-        """What AdamW updates, by the names of the weights: fp32 copies, or the weights themselves where they are fp32."""
+        """What AdamW updates, by the names of the weights: fp32 copies, or the weights where those are fp32."""
         return {name: getattr(parameter, "main_param", parameter) for name, parameter in named_parameters.items()}
 
     def moments(self, master: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -71,4 +71,6 @@ def _check_layout(parallel: ParallelConfig) -> None:
     }
     asked = {name: getattr(parallel, name) for name in found}
     if found != asked:
-        raise RuntimeError(f"this process hosts an actor with parallel sizes {found}, asked for {asked}: close it first")
+        raise RuntimeError(
+            f"this process hosts an actor with the parallel sizes {found}, asked for {asked}: close that one first"
+        )

@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from unirl.errors import UserError
 from unirl.train.megatron.model import PolicyModel
 from unirl.train.megatron.names import WeightMap, weight_maps
 
@@ -26,20 +27,18 @@ def resolve_folder(path: str) -> Path:
     if Path(path).is_dir():
         return Path(path)
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise FileNotFoundError(f"model.path: there is no folder {path}")
+        raise UserError(f"model.path: there is no folder {path}")
     return Path(snapshot_download(path, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack"]))
 
 
 def load_weights(model: PolicyModel, folder: Path) -> None:
     """Fill every weight of `model` from the safetensors of `folder`.
 
-    Raises FileNotFoundError without safetensors, ValueError for a name that is missing, a name that the model has no
-    place for, or a shape that differs.
+    Raises UserError where there are no safetensors, a name is missing, a name has no place in the model, or a shape is
+    another one.
     """
     parameters = dict(model.named_parameters())
     maps = weight_maps(model.architecture, model.vocab_size)
-    if parameters.keys() != {weight.name for weight in maps}:
-        raise ValueError(f"weights without a name map: {sorted(parameters.keys() ^ {m.name for m in maps})}")
     files = _tensor_files(folder)
     _check_names(folder, set(files), maps, tied=model.architecture.tied)
     with ExitStack() as stack, torch.no_grad():
@@ -48,7 +47,7 @@ def load_weights(model: PolicyModel, folder: Path) -> None:
             source = weight.layout.join([opened[files[name]].get_tensor(name) for name in weight.hf_names])
             target = parameters[weight.name]
             if source.shape != target.shape:
-                raise ValueError(
+                raise UserError(
                     f"{folder}: {' + '.join(weight.hf_names)} give a weight of shape {tuple(source.shape)}, "
                     f"config.json implies {tuple(target.shape)}"
                 )
@@ -57,9 +56,17 @@ def load_weights(model: PolicyModel, folder: Path) -> None:
 
 def iterate_weights(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, copy of the full tensor) of every weight, in a fixed order; no duplicate of a tied head."""
-    parameters = dict(model.named_parameters())
+    return _by_hf_name(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
+
+
+def iterate_gradients(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same for the gradients, float32, of a model that Megatron's DistributedDataParallel wraps."""
+    return _by_hf_name(model, {name: parameter.main_grad for name, parameter in model.named_parameters()})
+
+
+def _by_hf_name(model: PolicyModel, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     for weight in weight_maps(model.architecture, model.vocab_size):
-        parts = weight.layout.split(parameters[weight.name].detach())
+        parts = weight.layout.split(tensors[weight.name])
         yield from zip(weight.hf_names, (part.clone() for part in parts), strict=True)
 
 
@@ -92,7 +99,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
     if (folder / SINGLE).exists():
         with safe_open(folder / SINGLE, "pt") as file:
             return dict.fromkeys(file.keys(), SINGLE)
-    raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}: convert the model to safetensors")
+    raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: convert the model to safetensors")
 
 
 def _check_names(folder: Path, found: set[str], maps: list[WeightMap], *, tied: bool) -> None:
@@ -103,7 +110,7 @@ def _check_names(folder: Path, found: set[str], maps: list[WeightMap], *, tied: 
         found.discard("lm_head.weight")
     if found != expected:
         missing, unknown = sorted(expected - found), sorted(found - expected)
-        raise ValueError(
+        raise UserError(
             f"{folder}: the weights do not match config.json; missing: {missing[:5] or 'none'} ({len(missing)}), "
             f"without a place: {unknown[:5] or 'none'} ({len(unknown)})"
         )
