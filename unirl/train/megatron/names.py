@@ -2,10 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from unirl.train.megatron.architecture import Architecture
+
+
+class Layout(Protocol):
+    """How one Megatron weight is made of Hugging Face tensors, and taken apart again."""
+
+    def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor: ...
+
+    def split(self, weight: torch.Tensor) -> list[torch.Tensor]: ...
 
 
 class Copy:
@@ -18,7 +27,7 @@ class Copy:
         return [weight]
 
 
-class GateUp(Copy):
+class GateUp:
     """fc1 = [gate; up]."""
 
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -29,7 +38,7 @@ class GateUp(Copy):
 
 
 @dataclass(frozen=True)
-class Qkv(Copy):
+class Qkv:
     """For each KV group in turn: the rows of its query heads, of its key head, of its value head."""
 
     num_heads: int
@@ -46,7 +55,7 @@ class Qkv(Copy):
 
 
 @dataclass(frozen=True)
-class Vocabulary(Copy):
+class Vocabulary:
     """Rows of the vocabulary, padded with zeros in Megatron."""
 
     size: int
@@ -66,7 +75,7 @@ class WeightMap:
 
     name: str
     hf_names: tuple[str, ...]
-    layout: Copy
+    layout: Layout
 
 
 _LAYER = (

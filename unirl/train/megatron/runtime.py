@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from unirl.config.schema import ParallelConfig
+from unirl.errors import UserError
 from unirl.train.megatron.platform import install_cpu_platform
 
 
@@ -17,9 +18,10 @@ class ParallelRuntime(AbstractContextManager):
     _owns_process_group = False
 
     def __init__(self, parallel: ParallelConfig, *, seed: int):
-        """Joins the process group (RANK and WORLD_SIZE of the environment, or one process without a network).
+        """Makes a process group of this process alone, without a network, unless there is a group already.
 
-        Raises RuntimeError where this process already hosts an actor of another layout.
+        Raises UserError where a launcher started several processes, RuntimeError where this process already hosts an
+        actor of another layout.
         """
         install_cpu_platform()
         cls = type(self)
@@ -56,10 +58,10 @@ class ParallelRuntime(AbstractContextManager):
 
 
 def _init_process_group() -> None:
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != 1:
+        raise UserError(f"WORLD_SIZE={world_size} in the environment: the trainer runs as one process, start it alone")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _check_layout(parallel: ParallelConfig) -> None:
