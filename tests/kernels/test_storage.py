@@ -39,14 +39,14 @@ def test_the_gradient_takes_the_storage_of_the_logits(backend):
 
 
 def test_memory_is_linear_in_the_rows(backend):
-    rows, width = 512, 20_000
+    rows, width = 256, 20_000
     _, logits, targets = produced(rows, width)
     with LargestTensor() as largest:
         logp, entropy = token_logprob(logits, targets, with_entropy=True, backend=backend)
         gradient = torch.autograd.grad((logp + entropy).sum(), logits)[0]
     assert gradient.data_ptr() == logits.data_ptr()
-    # The C++ kernels make nothing beyond five float64 per row; plain torch works in blocks of 16 MB.
-    assert largest.bytes <= (5 * 8 * rows if backend == "cpu" else 4 << 22)
+    # The C++ kernels make nothing beyond five float64 per row; plain torch works in blocks of 4 MB.
+    assert largest.bytes <= (5 * 8 * rows if backend == "cpu" else 4 << 20)
 
 
 def test_forward_twice_leaves_the_logits_alone(backend):

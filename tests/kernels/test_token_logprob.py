@@ -185,3 +185,19 @@ def test_only_one_of_the_results_is_used(backend):
         token_logprob(leaf, targets, with_entropy=True, backend=backend)[used].sum().backward()
         grads = torch.stack([torch.ones(4), nothing] if used == 0 else [nothing, torch.ones(4)])
         assert_gradient(leaf.grad, dense(logits, targets, 300, 1.0, grads).gradient)
+
+
+def test_threads_do_not_change_a_bit(backend):
+    logits, targets = torch.randn(64, 4099), torch.randint(4099, (64,))
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            leaf = logits.clone().requires_grad_()
+            logp, entropy = token_logprob(leaf, targets, with_entropy=True, backend=backend)
+            (logp + entropy).sum().backward()
+            results.append((logp, entropy, leaf.grad))
+    finally:
+        torch.set_num_threads(before)
+    for one, three in zip(*results, strict=True):
+        assert torch.equal(one, three)

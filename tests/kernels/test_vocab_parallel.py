@@ -20,9 +20,10 @@ def reports(tmp_path_factory) -> list[dict]:
 
 
 def _assert_product(found: torch.Tensor, expected: torch.Tensor, size: torch.Tensor, dtype: torch.dtype) -> None:
-    """Gradients after the head's matrix product, which adds up to 25,216 terms in `dtype`: that is most of the error."""
-    rounding = {torch.float64: 1e-12, torch.float32: 3e-5, torch.bfloat16: 1e-2}[dtype]
-    assert ((found - expected).abs() <= rounding * size).all()
+    """Gradients after the head's matrix product, which adds up to 25,216 terms in `dtype`: most of the error."""
+    rounding = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    largest = size.max() if size.numel() else 0.0
+    assert ((found - expected).abs() <= rounding * (size + 0.1 * largest)).all()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -41,7 +42,7 @@ def test_one_collective(reports: list[dict], case: Case):
     """The forward pass sends 16 bytes per token with the entropy, 12 without; the backward pass nothing."""
     word = 8 if case.dtype == torch.float64 else 4
     for report in (ranks[case.name] for ranks in reports):
-        assert report["sent"] == [("all_gather_into_tensor", words * word * case.rows) for words in (4, 3)]
+        assert report["sent"] == [("all_gather", words * word * case.rows) for words in (4, 3)]
 
 
 def test_every_rank_gets_the_same(reports: list[dict]):

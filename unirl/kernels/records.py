@@ -64,9 +64,9 @@ class VocabShard:
             return record.double()[None]
         size = dist.get_world_size(self.group)
         packed = record.to(wire).contiguous()
-        gathered = packed.new_empty((size * packed.shape[0], packed.shape[1]))
-        dist.all_gather_into_tensor(gathered, packed, group=self.group)
-        return gathered.view(size, *packed.shape).double()
+        gathered = packed.new_empty((size, *packed.shape))
+        dist.all_gather(list(gathered), packed, group=self.group)
+        return gathered.double()
 
 
 @dataclass(frozen=True)

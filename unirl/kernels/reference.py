@@ -11,8 +11,8 @@ from torch import Tensor
 
 from unirl.kernels.records import MAX, SHIFT, SUM, TARGET, RowSoftmax, finite_base, record_width
 
-# Elements of a block of rows: 16 MB in float32, small beside any logits worth blocking.
-BLOCK_ELEMENTS = 1 << 22
+# Elements of a block of rows: 4 MB in float32. About ten temporaries of that size live at a time.
+BLOCK_ELEMENTS = 1 << 20
 # exp(z) is 0 below this in float64 and float32; a bound keeps 0 * -inf from becoming NaN.
 LOWEST_EXPONENT = -1e4
 
