@@ -44,9 +44,7 @@ def test_groups_come_from_ids_not_from_strides():
     assert by_size == run([1, 2, 5, 9], [3, 3, 1, 1], GROUP)
 
 
-@pytest.mark.parametrize(
-    "config", [GROUP, GROUP_STD, RLOO, NormConfig(), NormConfig(mean_level="batch", std_level=None)]
-)
+@pytest.mark.parametrize("config", [GROUP, GROUP_STD, RLOO, NormConfig(), NormConfig(std_level=None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_give_exactly_zero(config, dtype):
     """Else a trainer takes rounding noise for a gradient."""

@@ -41,6 +41,7 @@ def test_a_preset_runs_as_it_is(name, tmp_path):
     config = algorithm_config(name, tmp_path)
     make_algorithm(config)
     batch = random_batch((4, 5), seed=1)
+    batch.logp[:] = batch.old_logp
     inputs = batch.inputs()
     loss = policy_loss(config, **inputs).loss
     (gradient,) = torch.autograd.grad(loss, inputs["logp"])
