@@ -60,7 +60,8 @@ def test_a_refused_run_imports_nothing_heavy_either(data_path, tmp_path):
 
 def test_the_plan_shows_topology_and_batches(data_path, capsys):
     assert train_ar.main([RECIPE, "num_devices=64", "parallel.tp=4", "parallel.cp=2", "--dry-run"]) == 0
-    rows = {line[:32].strip(): line[32:].strip() for line in capsys.readouterr().out.splitlines()}
+    printed = capsys.readouterr().out
+    rows = {line[:32].strip(): line[32:].strip() for line in printed.splitlines()}
     assert rows["devices"] == "64 (8 nodes of 8)"
     assert rows["TP / PP / CP / EP / DP"] == "4 / 1 / 2 / 1 / 8"
     assert rows["samples per iteration"] == "512 (64 prompts x 8 samples)"
@@ -69,6 +70,7 @@ def test_the_plan_shows_topology_and_batches(data_path, capsys):
     assert rows["micro-batch token budget"] == "20,480"
     assert rows["optimizer steps per iteration"] == "1 of 64 prompts"
     assert rows["total optimizer steps"] == "800"
+    assert "planned only, a run is refused: num_devices: found num_devices=64" in printed
     assert rows["samples per prompt"] == "16 at temperature 1"
 
 

@@ -91,6 +91,18 @@ def test_the_first_folder_wins(folder, tmp_path, monkeypatch):
     assert "ar/qwen3_drpo_4b_base_dapo_sglang" in recipes, "recipes of the checkout are found from elsewhere"
 
 
+def test_folders_may_have_any_name(tmp_path, folder):
+    odd = tmp_path / "my configs, 50% #1"
+    odd.mkdir()
+    (odd / "mine.yaml").write_text("defaults: [small]\nseed: 4\n")
+    assert compose("mine", [], [odd, folder]).seed == 4
+
+
+def test_a_file_beside_another(small):
+    assert small("eval.path='${sibling:${data.path},prompts.jsonl}'").eval.path == small().data.path
+    assert small("data.path=null", "eval.path='${sibling:${data.path},x}'", purpose="print").eval.path is None
+
+
 def test_to_yaml_is_a_recipe_of_the_same_config(folder, small):
     config = small("data.prompt_template='cost: \\${x} {prompt}'", "optimizer.lr=3e-5")
     assert config.data.prompt_template == "cost: ${x} {prompt}"
@@ -122,6 +134,7 @@ def test_to_yaml_is_a_recipe_of_the_same_config(folder, small):
         ),
         (["--config-name=broken_base"], "its defaults name 'smal', which does not exist"),
         (["--config-name=broken_text"], "broken_text"),
+        (["--config-name=broken_bytes"], "broken_bytes"),
     ],
 )
 def test_each_place_for_a_typo(folder, argv, message):
@@ -130,6 +143,7 @@ def test_each_place_for_a_typo(folder, argv, message):
     (folder / "broken_preset.yaml").write_text("defaults: [small, {/algorithm: tow}]\n")
     (folder / "broken_base.yaml").write_text("defaults: [smal]\n")
     (folder / "broken_text.yaml").write_text("run_dir: ${oc.env:HOME\n")
+    (folder / "broken_bytes.yaml").write_bytes(b"run_dir: \xff\n")
     with pytest.raises(UserError) as caught:
         load_config([f"--config-dir={folder}", *argv])
     assert message in str(caught.value)

@@ -35,3 +35,10 @@ def test_a_section_default_that_its_parent_changes_is_shown():
 def test_every_key_is_its_own_nearest():
     keys = [entry.path for entry in ENTRIES if not entry.is_section]
     assert [nearest_keys(key, TrainConfig) for key in keys] == [[key] for key in keys]
+
+
+def test_trackers_are_those_that_exist():
+    from unirl.observe.trackers import TRACKERS
+
+    [rule] = [entry.rule for entry in ENTRIES if entry.path == "logging.trackers"]
+    assert rule == f"each one of {', '.join(TRACKERS)}"

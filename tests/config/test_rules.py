@@ -24,7 +24,7 @@ BROKEN = {
     "experts_divide": (["num_devices=4", "parallel.ep=3"], "parallel.ep", "dp*cp = 4*1 = 4; use parallel.ep=2 or 4"),
     "sequence_parallel_needs_tp": (["parallel.sequence_parallel=true"], "parallel.sequence_parallel", "or tp > 1"),
     "model_divides": (
-        ["model.path=MODEL", "num_devices=3", "parallel.tp=3", "batch_size=3"],
+        ["model.path=FOLDER", "num_devices=3", "parallel.tp=3", "batch_size=3"],
         "parallel.tp",
         "num_attention_heads=4 by parallel.tp=3, num_key_value_heads=2 by parallel.tp=3",
     ),
@@ -64,8 +64,14 @@ BROKEN = {
     "schedule_falls": (["optimizer.min_lr=1"], "optimizer.min_lr", "expected at most optimizer.lr=1e-06"),
     "greedy_evaluates_once": (["eval.temperature=0", "eval.num_samples=4"], "eval.num_samples", "found 4, expected 1"),
     "model_exists": (["model.path=/no/where"], "model.path", "found '/no/where': no such folder"),
-    "prompts_have_a_file": (["data.path=missing.jsonl"], "data.path", "found 'missing.jsonl': no such file"),
-    "evaluation_has_a_file": (["eval.path=missing.jsonl"], "eval.path", "found 'missing.jsonl': no such file"),
+    "prompts_have_a_file": (["data.path=null"], "data.path", "is not set"),
+    "prompts_exist": (["data.path=missing.jsonl"], "data.path", "found 'missing.jsonl': no such file"),
+    "evaluation_prompts_exist": (["eval.path=missing.jsonl"], "eval.path", "found 'missing.jsonl': no such file; eval"),
+    "evaluation_reads_its_file": (
+        ["eval.path=FOLDER/config.json", "data.kind=reasoning_gym", "data.tasks={chain_sum: {}}", "data.path=null"],
+        "eval.path",
+        "is not read with data.kind=reasoning_gym, which makes its own held-out problems",
+    ),
     "tasks_are_given": (["data.kind=reasoning_gym", "data.path=null"], "data.tasks", "needs at least one family"),
     "template_holds_the_prompt": (["data.prompt_template=hello"], "data.prompt_template", "that contains {prompt}"),
     "examples_are_messages": (
@@ -83,7 +89,7 @@ BROKEN = {
         ["num_devices=2", "rollout.engine=sglang"],
         "num_devices",
         "found num_devices=2, rollout.engine=sglang; this version runs in one process: num_devices=1, "
-        "rollout.engine=native; --dry-run plans the rest",
+        "rollout.engine=native; --dry-run plans more",
     ),
     "built_terms": (["algorithm.reward_norm.mean_level=group"], "algorithm", "does not train with reward_norm"),
 }
@@ -96,7 +102,7 @@ def test_a_broken_rule_is_refused(rule, small, tmp_path):
     )
     overrides, key, message = BROKEN[rule.check.__name__]
     with pytest.raises(ConfigError) as caught:
-        small(*[override.replace("MODEL", str(tmp_path)) for override in overrides], purpose="run")
+        small(*[override.replace("FOLDER", str(tmp_path)) for override in overrides], purpose="run")
     matching = [problem for problem in caught.value.problems if problem.startswith(f"{key}: ") and message in problem]
     assert len(matching) == 1, caught.value.problems
     assert [problem for problem in caught.value.problems if problem not in matching and not _is_run_only(problem)] == []
@@ -116,7 +122,6 @@ def _is_run_only(problem: str) -> bool:
             "data.path: is not read with data.kind=",
         ),
         (["data.tasks={chain_sum: {}}"], "data.tasks: is not read with data.kind=jsonl"),
-        (["data.path=null"], "data.path: is not set"),
         (
             ["reward.scorer=reasoning_gym"],
             "reward.scorer: reasoning_gym grades the problems of data.kind=",

@@ -20,6 +20,7 @@ def test_values_are_typed_dataclasses(small):
     assert isinstance(config.optimizer.lr, float)
     assert config.run_dir == "7"
     assert config.rollout.num_threads is None
+    assert config.data.path.endswith("prompts.jsonl")
     assert config.optimizer.betas == [0.9, 0.999]
 
 
@@ -27,14 +28,14 @@ def test_values_are_typed_dataclasses(small):
     ("override", "problem"),
     [
         ("optimizer.lr=abc", "optimizer.lr: found 'abc', expected a float"),
-        ("optimizer.lr=true", "optimizer.lr: found True, expected a float"),
+        ("optimizer.lr=true", "optimizer.lr: found true, expected a float"),
         ("optimizer.lr=inf", "optimizer.lr: found inf, expected a float"),
         ("batch_size=1.5", "batch_size: found 1.5, expected an integer"),
-        ("batch_size=null", "batch_size: found None, expected an integer"),
+        ("batch_size=null", "batch_size: found null, expected an integer"),
         ("data.shuffle=1", "data.shuffle: found 1, expected true or false"),
         ("rollout.num_threads=many", "rollout.num_threads: found 'many', expected an integer or null"),
         ("optimizer.betas=0.9", "optimizer.betas: found 0.9, expected a list of float"),
-        ("optimizer.betas=[0.9,1]", "optimizer.betas: found 1.0, expected a value >= 0 and < 1"),
+        ("optimizer.betas=[0.9,1]", "optimizer.betas: found 1, expected a value >= 0 and < 1"),
         ("batch_size=0", "batch_size: found 0, expected a value >= 1"),
         ("sampling.top_p=1.5", "sampling.top_p: found 1.5, expected a value > 0 and <= 1"),
         ("eval=5", "eval: found 5, expected a section"),
@@ -88,6 +89,17 @@ def test_unknown_keys_of_a_recipe_file_are_named_line_by_line(folder, small):
         "optimiser.lr: unknown key; the nearest is optimizer.lr",
         "optimiser.weight_decay: unknown key; the nearest is optimizer.weight_decay",
         "bogus: unknown key; the nearest is batch_size",
+    ]
+
+
+def test_environment_variables_become_numbers(small, monkeypatch):
+    monkeypatch.setenv("UNIRL_TEST_VALUE", "1e-4")
+    monkeypatch.setenv("UNIRL_TEST_SWITCH", "false")
+    config = small("optimizer.lr='${oc.env:UNIRL_TEST_VALUE}'", "data.shuffle='${oc.env:UNIRL_TEST_SWITCH}'")
+    assert config.optimizer.lr == 1e-4
+    assert config.data.shuffle is False
+    assert problems_of(small, "batch_size='${oc.env:UNIRL_TEST_VALUE}'") == [
+        "batch_size: found '1e-4', expected an integer"
     ]
 
 

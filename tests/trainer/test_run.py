@@ -102,6 +102,13 @@ def test_existing_run_is_refused_with_the_way_out(undisturbed, train):
     assert "Traceback" not in refused.stderr
 
 
+def test_resume_on_other_prompts_is_refused(train, recipe_dir, tmp_path):
+    assert train(tmp_path / "run", "num_iterations=1").returncode == 0
+    refused = train(tmp_path / "run", "resume=auto", f"data.path={recipe_dir}/heldout.jsonl")
+    assert refused.returncode == 2
+    assert "was trained on other prompts" in refused.stderr
+
+
 def test_equal_rewards_make_no_step(train, tmp_path):
     finished = train(tmp_path, "reward.scorer=tests.trainer.scorers.AlwaysEqual", "num_iterations=2", "resume=auto")
     assert finished.returncode == 0, finished.stderr
@@ -117,7 +124,7 @@ def test_samples_without_a_verdict_are_left_out_and_counted(train, tmp_path):
     lines = read_metrics(tmp_path / "run")[1:]
     assert any(line["reward/ungraded"] > 0 for line in lines)
     assert all(torch.isfinite(torch.tensor(line["loss"])) for line in lines if "loss" in line)
-    assert "no verdict" in finished.stdout
+    assert "no verdict" in finished.stdout + finished.stderr
 
 
 def test_full_disk_ends_the_run_with_one_clear_error(command, tmp_path):

@@ -15,6 +15,7 @@ from unirl.config.catalog import (
     nearest,
     nearest_keys,
     section_class,
+    to_yaml_text,
     union_options,
 )
 from unirl.config.problem import Problem
@@ -108,7 +109,7 @@ def _explain(error: OmegaConfBaseException) -> str:
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """`value` as the type of `hint`. Raises ValueError: "found 'abc', expected float"."""
+    """`value` as the type of `hint`. Raises ValueError: "found 'abc', expected a float"."""
     for option in union_options(hint):
         try:
             return _convert_to(value, option)
@@ -116,11 +117,13 @@ def convert(value: Any, hint: Any) -> Any:
             continue
     expected = describe_type(hint)
     article = "" if expected.startswith("true") else "an " if expected[0] in "aeiou" else "a "
-    raise ValueError(f"found {value!r}, expected {article}{expected}")
+    raise ValueError(f"found {_show(value)}, expected {article}{expected}")
 
 
 def _convert_to(value: Any, hint: Any) -> Any:
     """Raises TypeError where the value is of another type."""
+    if isinstance(value, str) and hint in (bool, int, float):
+        value = _read_text(value)
     origin, is_number = get_origin(hint), isinstance(value, int | float) and not isinstance(value, bool)
     if hint is Any:
         return value
@@ -139,13 +142,29 @@ def _convert_to(value: Any, hint: Any) -> Any:
     raise TypeError
 
 
+def _read_text(text: str) -> Any:
+    """The number or truth value that a text spells, else the text itself: environment variables are always texts."""
+    if text in ("true", "false"):
+        return text == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _show(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else to_yaml_text(value)
+
+
 def _check_rules(value: Any, rules: dict[str, Any]) -> None:
     for member in value if isinstance(value, list) else [value]:
         if member is None or isinstance(member, dict):
             continue
         if member not in rules.get("choices", [member]):
             hint = f"; the nearest is {nearest(str(member), list(rules['choices']))}"
-            raise ValueError(f"found {member!r}, expected {describe_rules(rules)}{hint}")
+            raise ValueError(f"found {_show(member)}, expected {describe_rules(rules)}{hint}")
         holds = {
             "gt": lambda bound, member=member: member > bound,
             "ge": lambda bound, member=member: member >= bound,
@@ -153,7 +172,7 @@ def _check_rules(value: Any, rules: dict[str, Any]) -> None:
             "le": lambda bound, member=member: member <= bound,
         }
         if not all(check(rules[name]) for name, check in holds.items() if name in rules):
-            raise ValueError(f"found {member!r}, expected a value {describe_rules(rules)}")
+            raise ValueError(f"found {_show(member)}, expected a value {describe_rules(rules)}")
 
 
 def _unknown_keys(node: DictConfig, name: Any, path: str) -> list[Problem]:

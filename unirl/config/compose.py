@@ -63,7 +63,7 @@ def _compose_untyped(recipe: str, overrides: Sequence[str], folders: Sequence[Pa
             return hydra_compose(_ROOT, overrides=list(overrides))
     except MissingConfigException as error:
         raise UserError(_explain_missing_file(error)) from error
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config-name={recipe}: {one_line(error)}") from error
 
 
@@ -76,9 +76,9 @@ def _store_root(recipe: str, folders: Sequence[Path]) -> None:
     ConfigStore.instance().store(name=_ROOT, node=root)
 
 
-def _sibling(path: str, name: str) -> str:
-    """Resolver `${sibling:path,name}`: the file `name` in the folder of the file `path`."""
-    return str(Path(path).with_name(name))
+def _sibling(path: str | None, name: str) -> str | None:
+    """Resolver `${sibling:path,name}`: the file `name` in the folder of the file `path`; null beside null."""
+    return None if path is None else str(Path(path).with_name(name))
 
 
 def _explain_missing_file(error: MissingConfigException) -> str:

@@ -16,7 +16,13 @@ class Recipe:
 
     name: str
     path: Path
-    description: str
+
+    @property
+    def description(self) -> str:
+        """The first comment line of the file, or ""."""
+        with open(self.path, encoding="utf-8", errors="replace") as file:
+            comments = (line.lstrip("# ").strip() for line in file if line.startswith("#") and "@package" not in line)
+            return next(comments, "")
 
 
 def config_folders(extra: Iterable[str | Path] = ()) -> list[Path]:
@@ -34,9 +40,8 @@ def config_folders(extra: Iterable[str | Path] = ()) -> list[Path]:
 
 def find_recipes(folders: Sequence[Path]) -> dict[str, Recipe]:
     """All recipes by name. A folder that has the name of a config section holds presets of it, not recipes."""
-    return {
-        recipe.name: recipe for recipe in _scan(folders) if recipe.name.partition("/")[0] not in preset_groups(folders)
-    }
+    groups = preset_groups(folders)
+    return {recipe.name: recipe for recipe in _scan(folders) if recipe.name.partition("/")[0] not in groups}
 
 
 def find_presets(folders: Sequence[Path]) -> dict[str, list[str]]:
@@ -75,11 +80,5 @@ def _scan(folders: Sequence[Path]) -> list[Recipe]:
     for folder in folders:
         for path in sorted(folder.rglob("*.yaml")):
             name = path.relative_to(folder).with_suffix("").as_posix()
-            found.setdefault(name, Recipe(name, path, _first_comment(path)))
+            found.setdefault(name, Recipe(name, path))
     return [found[name] for name in sorted(found)]
-
-
-def _first_comment(path: Path) -> str:
-    with open(path, encoding="utf-8") as file:
-        comments = (line.lstrip("# ").strip() for line in file if line.startswith("#") and "@package" not in line)
-        return next(comments, "")

@@ -38,7 +38,8 @@ the first file of a name counts. `--help` lists the ones found and all keys; `--
 A recipe may build on others through its `defaults`: a preset as `- /algorithm: drpo`, another recipe of the same
 folder by its name, and `- override /algorithm: grpo` to choose another preset than that one does. `- _self_` stands
 for the file itself: what comes later wins. [The GRPO recipe](../examples/ar/qwen3_grpo_4b_base_dapo_sglang.yaml) shows
-all three. Presets are files of bare keys in a folder named like the section.
+all three. Presets are files of bare keys in a folder named like the section; keys that the recipe sets itself stay as
+they are when another preset is chosen.
 
 An unknown key, a value that a key does not take and a broken rule end the command with exit code 2 before anything
 loads. All problems are listed, one a line, each with the nearest valid key or value.

@@ -4,11 +4,12 @@ from rich.console import Console
 from rich.table import Table
 
 from unirl.config.geometry import Geometry
+from unirl.config.rules import run_problems
 from unirl.config.schema import TrainConfig
 
 
 def print_summary(config: TrainConfig, console: Console) -> None:
-    """Topology, batch geometry and evaluation of a valid config."""
+    """Topology, batch geometry and evaluation of a valid config, and what in it this version cannot run yet."""
     geometry = Geometry.of(config)
     for title, rows in (
         ("Topology", _topology(config, geometry)),
@@ -24,6 +25,8 @@ def print_summary(config: TrainConfig, console: Console) -> None:
             table.add_row(name, value)
         console.print(table)
         console.print()
+    for problem in run_problems(config):
+        console.print(f"planned only, a run is refused: {problem}")
 
 
 def _topology(config: TrainConfig, geometry: Geometry) -> dict[str, str]:

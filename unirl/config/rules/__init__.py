@@ -12,8 +12,8 @@ RULES = [rule for module in (layout, batch, method, sources, run) for rule in ru
 
 
 def check_rules(config: TrainConfig, broken: Sequence[str] = (), *, include_run_only: bool = True) -> list[Problem]:
-    """All rules that the config breaks. A rule that reads a key of `broken`, dotted paths of keys that have a problem
-    of their own already, is left out.
+    """What the config breaks; `include_run_only`: also why it cannot be run here. A rule that reads a key of `broken`,
+    dotted paths of keys that have a problem of their own already, is left out.
     """
     wanted = (rule for rule in RULES if include_run_only or not rule.run_only)
     found = (rule.problem(config) for rule in wanted if not any(rule.reads(path) for path in broken))
@@ -21,6 +21,11 @@ def check_rules(config: TrainConfig, broken: Sequence[str] = (), *, include_run_
     if not any(path.startswith("algorithm") for path in broken):
         problems += _loss_problems(config)
     return problems
+
+
+def run_problems(config: TrainConfig) -> list[Problem]:
+    """Why a config that breaks no other rule cannot be run by this version, on this machine."""
+    return [problem for rule in RULES if rule.run_only and (problem := rule.problem(config))]
 
 
 def _loss_problems(config: TrainConfig) -> list[Problem]:

@@ -21,7 +21,7 @@ def one_process(config: TrainConfig) -> str | None:
         return None
     return (
         f"found {', '.join(f'{name}={asked[name]}' for name in beyond)}; this version runs in one process: "
-        f"{', '.join(f'{name}={runs[name]}' for name in beyond)}; --dry-run plans the rest"
+        f"{', '.join(f'{name}={runs[name]}' for name in beyond)}; --dry-run plans more"
     )
 
 

@@ -19,28 +19,35 @@ def model_exists(config: TrainConfig) -> str | None:
 
 @rule("data.path", "data.kind")
 def prompts_have_a_file(config: TrainConfig) -> str | None:
-    """data.kind jsonl reads the file data.path; reasoning_gym reads none."""
+    """data.path is given where data.kind is jsonl; reasoning_gym reads no file."""
     path = config.data.path
     if config.data.kind != "jsonl":
         return f"is not read with data.kind={config.data.kind}; set it to null" if path else None
-    if path is None:
-        return "is not set: data.kind=jsonl reads its prompts from this file"
-    return _missing_file(path)
+    return "is not set: data.kind=jsonl reads its prompts from this file" if path is None else None
 
 
 @rule("eval.path", "data.kind")
-def evaluation_has_a_file(config: TrainConfig) -> str | None:
-    """eval.path is a file where data.kind is jsonl; reasoning_gym evaluates on its own held-out problems."""
-    path = config.eval.path
-    if path is None:
+def evaluation_reads_its_file(config: TrainConfig) -> str | None:
+    """eval.path is null where data.kind is reasoning_gym, which evaluates on its own held-out problems."""
+    if config.eval.path is None or config.data.kind == "jsonl":
         return None
-    if config.data.kind != "jsonl":
-        return f"is not read with data.kind={config.data.kind}, which makes its own held-out problems; set it to null"
-    return _missing_file(path)
+    return f"is not read with data.kind={config.data.kind}, which makes its own held-out problems; set it to null"
 
 
-def _missing_file(path: str) -> str | None:
-    return None if Path(path).is_file() else f"found {path!r}: no such file"
+@rule("data.path", run_only=True)
+def prompts_exist(config: TrainConfig) -> str | None:
+    """The file data.path exists."""
+    path = config.data.path
+    return None if path is None or Path(path).is_file() else f"found {path!r}: no such file"
+
+
+@rule("eval.path", run_only=True)
+def evaluation_prompts_exist(config: TrainConfig) -> str | None:
+    """The file eval.path exists; null goes without evaluation."""
+    path = config.eval.path
+    if path is None or Path(path).is_file():
+        return None
+    return f"found {path!r}: no such file; eval.path=null goes without evaluation"
 
 
 @rule("data.tasks", "data.kind")

@@ -1,6 +1,7 @@
 """The policy under training: log-probs, gradients, optimizer steps, checkpoints and exports."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -59,18 +60,21 @@ class MegatronActor:
         self.temperature = temperature
         self.folder = resolve_folder(model.path)
         architecture = read_architecture(self.folder, trust_remote_code=model.trust_remote_code)
-        self._runtime = ParallelRuntime(parallel, seed=seed)
         dtype = DTYPES[model.dtype]
         config = transformer_config(architecture, parallel, dtype=dtype, recompute=stack.recompute)
-        self.model = PolicyModel(architecture, config)
-        load_weights(self.model, self.folder)
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        self._ddp = DistributedDataParallel(config, ddp_config, self.model)
-        config.no_sync_func = self._ddp.no_sync
-        config.finalize_model_grads_func = _finalize_undivided
-        self.optimizer = PolicyOptimizer(
-            self._ddp, optimizer, max_grad_norm=stack.max_grad_norm, total_steps=total_steps, dtype=dtype
-        )
+        with ExitStack() as on_error:
+            self._runtime = on_error.enter_context(ParallelRuntime(parallel, seed=seed))
+            self.model = PolicyModel(architecture, config)
+            load_weights(self.model, self.folder)
+            self._ddp = DistributedDataParallel(
+                config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model
+            )
+            config.no_sync_func = self._ddp.no_sync
+            config.finalize_model_grads_func = _finalize_undivided
+            self.optimizer = PolicyOptimizer(
+                self._ddp, optimizer, max_grad_norm=stack.max_grad_norm, total_steps=total_steps, dtype=dtype
+            )
+            on_error.pop_all()
 
     @property
     def vocab_size(self) -> int:
@@ -152,6 +156,9 @@ class MegatronActor:
             raise UserError("parallel.sequence_parallel=true needs parallel.tp > 1")
 
     def _run(self, micro_batches: Sequence[MicroBatch], on_logits: Callable, **kwargs) -> list:
+        if not micro_batches:
+            raise ValueError("there are no micro-batches to run")
+
         def forward_step(batches: Iterator[MicroBatch], model):
             batch = next(batches)
             return model(batch), partial(on_logits, batch)

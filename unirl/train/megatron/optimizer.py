@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from unirl.config.schema import OptimizerConfig
@@ -38,6 +38,7 @@ class PolicyOptimizer:
         dtype: torch.dtype,
     ):
         self.config = config
+        self.max_grad_norm = max_grad_norm
         self.total_steps = total_steps
         self.steps = 0
         self._megatron: MegatronOptimizer = get_megatron_optimizer(
@@ -70,7 +71,9 @@ class PolicyOptimizer:
         grad_norm = self._megatron.get_grad_norm()
         if not math.isfinite(grad_norm):
             return StepResult(grad_norm, lr, skipped=True)
-        self._megatron.step()
+        for part in self._megatron.chained_optimizers:
+            clip_grads.clip_grad_by_total_norm_fp32(part.get_parameters(), self.max_grad_norm, grad_norm)
+        self._megatron.step_with_ready_grads()
         self.steps += 1
         return StepResult(grad_norm, lr, skipped=False)
 

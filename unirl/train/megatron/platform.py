@@ -42,8 +42,7 @@ def install_cpu_platform() -> None:
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     # These compare Tensor.type() with the names of CUDA types.
-    clip = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
-    clip_grads.clip_grad_by_total_norm_fp32 = optimizer.clip_grad_by_total_norm_fp32 = clip
+    clip_grads.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
     mixed_precision = optimizer.Float16OptimizerWithFloat16Params
     mixed_precision.__init__ = _with_cuda_type_names(mixed_precision.__init__)
     _installed = True
