@@ -11,7 +11,7 @@ from unirl.utils.keys import key
 class NormConfig:
     """How values of one kind (rewards, advantages), one per sample, are normalised."""
 
-    mean_level: str | None = key("batch", "Level of the mean that is subtracted; null: none.", choices=["batch", "group"])
+    mean_level: str | None = key("batch", "Level of the mean subtracted; null: none.", choices=["batch", "group"])
     std_level: str | None = key("batch", "Level of the std that divides; null: none.", choices=["batch", "group"])
     mean_leave1out: bool = key(False, "Leave the value itself out of its mean (RLOO).")
     std_unbiased: bool = key(True, "Divide the variance by n - 1.")
