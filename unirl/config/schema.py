@@ -14,19 +14,16 @@ from unirl.utils.keys import key
 class ModelConfig:
     path: str = key("???", "Hugging Face folder (or hub name) of the policy: config.json, tokenizer, safetensors.")
     maker: str | None = key(
-        None, "Dotted path of a callable(path) that makes the folder where it does not exist (small models of the demos)."
+        None,
+        "Dotted path of a callable(path) that makes the folder where it does not exist (small models of the demos).",
     )
-    dtype: str = key(
-        "float32", "Dtype of weights and activations in training.", choices=["float32", "bfloat16"]
-    )
+    dtype: str = key("float32", "Dtype of weights and activations in training.", choices=["float32", "bfloat16"])
     trust_remote_code: bool = key(False, "Let transformers run code that comes with the model or tokenizer.")
 
 
 @dataclass
 class DataConfig:
-    kind: str = key(
-        "jsonl", "Where prompts come from.", choices=["jsonl", "reasoning_gym"]
-    )
+    kind: str = key("jsonl", "Where prompts come from.", choices=["jsonl", "reasoning_gym"])
     path: str | None = key(None, "JSON-lines file of prompts, one object a line (kind jsonl).")
     tasks: dict[str, Any] = key(
         factory=dict, doc="reasoning_gym families and their parameters, e.g. {chain_sum: {min_terms: 3}}."
@@ -71,14 +68,18 @@ class RewardConfig:
         "math_boxed, math_verify, reasoning_gym, or the dotted path of a class with score(responses, answers).",
     )
     num_workers: int = key(2, "Scorer processes.", ge=1)
-    timeout_s: float = key(10.0, "Seconds one answer may take to grade before it counts 0 and its worker is replaced.", gt=0)
+    timeout_s: float = key(
+        10.0, "Seconds one answer may take to grade before it counts 0 and its worker is replaced.", gt=0
+    )
     max_response_chars: int = key(200_000, "Longer responses are graded on their last so many characters.", ge=1)
     truncated_reward: str = key(
         "keep",
         "Reward of a truncated sample: keep the grade, zero it, or soft: subtract the overlong penalty.",
         choices=["keep", "zero", "soft"],
     )
-    overlong_tokens: int = key(512, "Length of the soft penalty zone before max_new_tokens (truncated_reward soft).", ge=1)
+    overlong_tokens: int = key(
+        512, "Length of the soft penalty zone before max_new_tokens (truncated_reward soft).", ge=1
+    )
     overlong_penalty_factor: float = key(1.0, "Penalty at max_new_tokens (truncated_reward soft).", ge=0)
 
 
@@ -92,16 +93,21 @@ class AlgorithmConfig(PolicyLossConfig):
     )
     entropy_coef: float = key(0.0, "Weight of the entropy bonus.", ge=0)
     allow_multi_update: bool = key(
-        False, "Split a batch into stack.num_updates_per_batch disjoint mini-batches though the loss anchors its ratio "
-        "on the rollout's own log-probs (DRPO)."
+        False,
+        "Split a batch into stack.num_updates_per_batch disjoint mini-batches though the loss anchors its ratio "
+        "on the rollout's own log-probs (DRPO).",
     )
 
 
 @dataclass
 class StackConfig:
     micro_batch_tokens: int = key(16_384, "Token budget of a micro-batch, prompt and response counted.", ge=1)
-    num_updates_per_batch: int = key(1, "Optimizer steps per rollout batch, each on its own mini-batch of groups.", ge=1)
-    share_prompts: bool = key(False, "Train on a prompt once for all its samples (own attention only, short responses).")
+    num_updates_per_batch: int = key(
+        1, "Optimizer steps per rollout batch, each on its own mini-batch of groups.", ge=1
+    )
+    share_prompts: bool = key(
+        False, "Train on a prompt once for all its samples (own attention only, short responses)."
+    )
     max_grad_norm: float = key(1.0, "Gradients are clipped to this global norm.", gt=0)
     recompute: str = key("none", "Activation recomputation.", choices=["none", "selective", "full"])
 
@@ -122,7 +128,9 @@ class OptimizerConfig:
     betas: list[float] = key(factory=lambda: [0.9, 0.999], doc="AdamW betas.")
     eps: float = key(1e-8, "AdamW epsilon.", gt=0)
     weight_decay: float = key(0.01, "AdamW weight decay.", ge=0)
-    schedule: str = key("constant", "Learning-rate schedule after the warm-up.", choices=["constant", "linear", "cosine"])
+    schedule: str = key(
+        "constant", "Learning-rate schedule after the warm-up.", choices=["constant", "linear", "cosine"]
+    )
     warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", ge=0)
 
 
@@ -172,7 +180,8 @@ class TrainConfig:
     seed: int = key(0, "Seed of sampling; data.seed decides the prompts.", ge=0)
     run_dir: str = key("???", "Folder of the run: config, metrics, samples, checkpoints.")
     resume: str = key(
-        "never", "auto continues from the newest checkpoint of run_dir where there is one; never starts anew.",
+        "never",
+        "auto continues from the newest checkpoint of run_dir where there is one; never starts anew.",
         choices=["auto", "never"],
     )
     model: ModelConfig = key(factory=ModelConfig, doc="The policy.")
