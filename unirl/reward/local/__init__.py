@@ -1,0 +1,1 @@
+"""Scorers that need nothing but this machine. None of them imports torch."""
