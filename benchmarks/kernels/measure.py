@@ -13,7 +13,8 @@ from benchmarks.kernels.candidates import Candidate
 
 @dataclass(frozen=True)
 class Measurement:
-    """Medians over the repeats; memory is the peak over all of them."""
+    """Medians over the repeats. Memory is the largest rise of resident memory; what the allocator already held when a
+    repeat began is not in it, which flatters candidates that take many small pieces (`reference`)."""
 
     wall_ms: float
     cpu_ms: float
