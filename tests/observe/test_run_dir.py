@@ -30,8 +30,8 @@ def test_trim_drops_later_and_torn_lines(tmp_path):
         run.write_samples(iteration, [{"response": "é"}, {"response": "b"}])
     with open(run.metrics_path, "a") as file:
         file.write('{"iteration": 2, "torn')
-    run.trim_after(2)
+    run.trim(metrics_after=2, samples_after=3)
     assert [line["iteration"] for line in lines(run.metrics_path)] == [0, 1, 2]
-    assert [line["iteration"] for line in lines(run.samples_path)] == [0, 0, 1, 1, 2, 2]
+    assert [line["iteration"] for line in lines(run.samples_path)] == [0, 0, 1, 1, 2, 2, 3, 3]
     run.write_metrics(3, {"reward/mean": 1.0})
     assert lines(run.metrics_path)[-1] == {"iteration": 3, "reward/mean": 1.0}

@@ -39,7 +39,7 @@ def test_failed_save_leaves_the_last_one_whole(tmp_path):
         (folder / "weights").write_text("half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(UserError, match="iteration 2 could not be written.*No space left on device"):
+    with pytest.raises(UserError, match=r"iteration 2 could not be written.*No space left on device"):
         store.save(2, {}, full_disk)
     assert store.iterations() == [1]
     assert read(store, 1)[1] == "good"

@@ -74,7 +74,9 @@ def train(command):
     """Runs the command to its end."""
 
     def run(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess:
-        return subprocess.run(command(run_dir, *overrides), capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+        return subprocess.run(
+            command(run_dir, *overrides), capture_output=True, text=True, timeout=300, env=ENVIRONMENT
+        )
 
     return run
 

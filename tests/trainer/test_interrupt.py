@@ -14,10 +14,14 @@ def send(number):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_abandonable_work_is_left_at_once(number):
-    with StopSignal() as stop:
-        with pytest.raises(StopRequested), stop.abandonable():
+    def work(stop):
+        with stop.abandonable():
             send(number)
             pytest.fail("work went on")
+
+    with StopSignal() as stop:
+        with pytest.raises(StopRequested):
+            work(stop)
         assert stop.requested
 
 
@@ -31,9 +35,11 @@ def test_other_work_is_finished_and_the_next_abandonable_part_not_begun():
 
 
 def test_second_signal_stops_at_once():
-    with pytest.raises(KeyboardInterrupt), StopSignal():
+    with StopSignal() as stop:
         send(signal.SIGINT)
-        send(signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
 
 
 def test_handlers_are_put_back():

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trainer.conftest import ENVIRONMENT, read_metrics, timeless
 
-METRICS = """
-reward/mean reward/zero_variance_groups response/length_mean response/truncated_fraction ratio_mean ratio_max approx_kl
-drpo_penalty_mean clipfrac_upper clipfrac_lower rollout_replay_logp_absdiff_mean loss entropy grad_norm lr weight_version
-time/rollout time/reward time/train time/sync time/iteration tokens_per_second
-""".split()
+METRICS = (
+    "reward/mean reward/zero_variance_groups response/length_mean response/truncated_fraction ratio_mean ratio_max "
+    "approx_kl drpo_penalty_mean clipfrac_upper clipfrac_lower rollout_replay_logp_absdiff_mean loss entropy grad_norm "
+    "lr weight_version time/rollout time/reward time/train time/sync time/iteration tokens_per_second"
+)
 
 
 def test_metrics_of_every_iteration(undisturbed):
@@ -25,7 +25,7 @@ def test_metrics_of_every_iteration(undisturbed):
     assert "eval/letters/avg@2" in lines[0]
     assert "loss" not in lines[0]
     for line in lines[1:]:
-        assert [name for name in METRICS if name not in line] == []
+        assert [name for name in METRICS.split() if name not in line] == []
         assert line["weight_version"] == line["iteration"] - 1
         assert line["rollout_replay_logp_absdiff_mean"] < 1e-5
         assert line["ratio_mean"] == pytest.approx(1, abs=1e-5)

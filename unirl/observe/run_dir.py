@@ -44,9 +44,9 @@ class RunDirectory:
         """One line per sample."""
         _append(self.samples_path, [{"iteration": iteration, **sample} for sample in samples])
 
-    def trim_after(self, iteration: int) -> None:
+    def trim(self, *, metrics_after: int, samples_after: int) -> None:
         """Drop the lines of later iterations, and a line that a killed process left half-written."""
-        for path in (self.metrics_path, self.samples_path):
+        for path, iteration in ((self.metrics_path, metrics_after), (self.samples_path, samples_after)):
             if path.exists():
                 kept = [line for line, found in _whole_lines(path) if found["iteration"] <= iteration]
                 write_aside(path, b"".join(kept))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from unirl.types import Part, TextSegment
+from unirl.types.part import TOKEN_ESTIMATES
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,10 @@ class MicroBatch:
     predict_positions [R] int64: position in `tokens` whose hidden state predicts the response token.
     targets [R] int64: the response tokens, sample after sample.
     loss_cu_seqlens [N+1] int64: bounds of the samples in the R response tokens.
-    old_logp [R] float32: rollout log-probs. advantages [R] float32.
+    old_logp [R] float32: rollout log-probs.
     loss_mask [R] bool: False on a response token that is left out (a value that is not finite).
     sample_positions [N] int64: position of each sample in the Part.
+    advantages, prox_logp, ref_logp, values, returns [R] float32, or None where the Part has none.
     """
 
     tokens: torch.Tensor
@@ -34,9 +36,13 @@ class MicroBatch:
     targets: torch.Tensor
     loss_cu_seqlens: torch.Tensor
     old_logp: torch.Tensor
-    advantages: torch.Tensor
     loss_mask: torch.Tensor
     sample_positions: torch.Tensor
+    advantages: torch.Tensor | None = None
+    prox_logp: torch.Tensor | None = None
+    ref_logp: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
 
 def plan_micro_batches(
@@ -47,10 +53,8 @@ def plan_micro_batches(
     Prompt and response tokens count; with `share_prompts` the prompt of a group counts once for each tree. Samples
     without a response token are left out. The plan depends on nothing but its arguments.
 
-    Raises ValueError when one sample alone exceeds the budget (it names the sample) or `part` has no advantages.
+    Raises ValueError when one sample alone exceeds the budget (it names the sample).
     """
-    if part.advantages is None:
-        raise ValueError("plan_micro_batches: the part has no advantages yet; call Part.compute_advantages first")
     text = part.text
     samples = samples[text.response_lengths[samples] > 0]
     layout = _Layout(text)
@@ -144,7 +148,9 @@ def _pack(part: Part, layout: _Layout, trees: list[list[int]]) -> MicroBatch:
             end += response.numel()
         bounds.append(end)
     source, loss_tokens = torch.cat(source), torch.cat(loss_tokens)
-    old_logp, advantages = text.log_probs[loss_tokens], part.advantages[loss_tokens]
+    estimates = {name: getattr(part, name) for name in TOKEN_ESTIMATES}
+    estimates = {name: value[loss_tokens] for name, value in estimates.items() if value is not None}
+    old_logp = text.log_probs[loss_tokens]
     return MicroBatch(
         tokens=text.tokens[source],
         position_ids=torch.cat(position_ids),
@@ -154,9 +160,9 @@ def _pack(part: Part, layout: _Layout, trees: list[list[int]]) -> MicroBatch:
         targets=text.tokens[loss_tokens],
         loss_cu_seqlens=torch.tensor([0, *loss_counts]).cumsum(0),
         old_logp=old_logp,
-        advantages=advantages,
-        loss_mask=torch.isfinite(old_logp) & torch.isfinite(advantages),
+        loss_mask=torch.isfinite(torch.stack([old_logp, *estimates.values()])).all(0),
         sample_positions=torch.tensor([sample for tree in trees for sample in tree]),
+        **estimates,
     )
 
 

@@ -52,7 +52,11 @@ class TrainStack:
         Samples that cannot move the policy (advantage 0 everywhere) are not run through the model, but stay in the
         denominators. A mini-batch without any other sample makes no optimizer step. Returns metrics over the trained
         tokens; `optimizer_steps` counts the steps made, and where it is 0 there is neither `loss` nor `grad_norm`.
+
+        Raises ValueError where `part` has no advantages.
         """
+        if part.advantages is None:
+            raise ValueError("train_track: the part has no advantages yet; compute them first")
         micro_metrics, steps, trained = [], [], 0
         for samples in self._mini_batches(part):
             denominators = _denominators(part, samples)

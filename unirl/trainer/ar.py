@@ -6,19 +6,17 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from unirl.algorithms import make_algorithm
 from unirl.config.schema import TrainConfig
 from unirl.errors import UserError
 from unirl.observe.console import RunDisplay
 from unirl.observe.run_dir import RunDirectory
 from unirl.observe.trackers import make_trackers
-from unirl.reward import shape_rewards
-from unirl.rollout.workflow import single_turn
 from unirl.sync import InProcessSync
 from unirl.train.checkpoint import CheckpointStore
 from unirl.train.stack import TrainStack
+from unirl.trainer.advantages import estimate_advantages
+from unirl.trainer.collect import Collector
 from unirl.trainer.evaluate import evaluate
 from unirl.trainer.interrupt import StopRequested, StopSignal
 from unirl.trainer.report import batch_metrics, readable_samples
@@ -65,6 +63,7 @@ class ARTrainer:
             self.engine = make_engine(config)
             resources.callback(self.engine.close)
             self._resources = resources.pop_all()
+        self.collector = Collector(config, data, self.engine, self.reward)
         algorithm = make_algorithm(config.algorithm)
         self.stack = TrainStack(
             self.actor, algorithm, config.stack, allow_multi_update=config.algorithm.allow_multi_update
@@ -97,38 +96,24 @@ class ARTrainer:
     def _train_iteration(self) -> None:
         config, iteration, started = self.config, self.state.iteration, time.perf_counter()
         with self.stop.abandonable():
-            prompts = [self.train_prompts[i] for i in self.sampler.next_batch(config.batch_size)]
-            with self.display.phase("rollout", config.batch_size * config.sampling.num_samples) as rollout:
-                part = single_turn(
-                    self.engine,
-                    prompts,
-                    params=self._sampling_params(),
-                    seed=config.seed,
-                    iteration=iteration,
-                    num_samples=config.sampling.num_samples,
-                    first_sample_id=iteration * config.batch_size * config.sampling.num_samples,
-                    on_progress=rollout.update,
-                )
-            with self.display.phase("reward") as reward:
-                grades = self._grade(part)
-            part = part.with_rewards(self._shape(part, grades)).compute_advantages(config.algorithm.adv_norm)
-
+            batch = self.collector.collect(iteration, self.display)
+            part = estimate_advantages(batch.part, config.algorithm)
         with self.display.phase("train") as train:
             update = self.stack.train_track(part)
         with self.display.phase("sync") as sync:
             self.sync.publish(iteration + 1)
 
-        phases = {"rollout": rollout, "reward": reward, "train": train, "sync": sync}
         metrics = {
-            **batch_metrics(part, grades, self.reward.stats),
+            **batch.metrics,
+            **batch_metrics(part),
             **update,
-            **{f"time/{name}": phase.seconds for name, phase in phases.items()},
+            **batch.seconds,
+            "time/train": train.seconds,
+            "time/sync": sync.seconds,
             "time/iteration": time.perf_counter() - started,
         }
         metrics["tokens_per_second"] = part.text.tokens.numel() / metrics["time/iteration"]
-        self.run.write_samples(
-            iteration + 1, readable_samples(part, self.tokenizer, config.logging.samples_per_iteration)
-        )
+        self._write_samples(iteration + 1, part)
         self.state = TrainerState(self.sampler.state_dict(), self.state.prompts, iteration + 1, metrics)
 
     def _finish_iteration(self) -> None:
@@ -166,36 +151,15 @@ class ARTrainer:
                 ),
                 num_samples=config.num_samples,
                 seed=self.config.seed,
-                grade=self._grade,
+                grade=self.collector.grade,
                 on_progress=phase.update,
             )
-        samples = readable_samples(part, self.tokenizer, self.config.logging.samples_per_iteration)
-        self.run.write_samples(self.state.iteration, ({"eval": True, **sample} for sample in samples))
+        self._write_samples(self.state.iteration, part, eval=True)
         return {**metrics, "time/eval": phase.seconds}
 
-    def _sampling_params(self) -> SamplingParams:
-        sampling = self.config.sampling
-        return SamplingParams(
-            sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k, self.stop_token_ids
-        )
-
-    def _grade(self, part: Part) -> torch.Tensor:
-        """[N] float32 grades of the responses' text; NaN where the scorer gave no verdict."""
-        responses = [
-            part.text.tokens[start:end][part.text.loss_mask[start:end]].tolist()
-            for start, end in zip(part.text.cu_seqlens[:-1].tolist(), part.text.cu_seqlens[1:].tolist(), strict=True)
-        ]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        return torch.tensor(self.reward.score(texts, list(part.records)))
-
-    def _shape(self, part: Part, grades: torch.Tensor) -> torch.Tensor:
-        return shape_rewards(
-            grades,
-            part.text.status,
-            part.text.response_lengths,
-            config=self.config.reward,
-            max_new_tokens=self.config.sampling.max_new_tokens,
-        )
+    def _write_samples(self, iteration: int, part: Part, **marks: bool) -> None:
+        samples = readable_samples(part, self.tokenizer, self.config.logging.samples_per_iteration)
+        self.run.write_samples(iteration, (marks | sample for sample in samples))
 
     def _start(self) -> None:
         """Take up the newest checkpoint, or start at iteration 0, and give the engine the actor's weights."""
@@ -212,7 +176,7 @@ class ARTrainer:
             self.sampler.load_state_dict(self.state.sampler)
             self.display.message(f"resumed after iteration {self.state.iteration}")
         written = self.state.iteration - (self.state.unwritten is not None)
-        self.run.trim_after(written)
+        self.run.trim(metrics_after=written, samples_after=self.state.iteration)
         self.sync.publish(self.state.iteration)
 
     def _save(self) -> None:

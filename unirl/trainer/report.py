@@ -1,22 +1,15 @@
 """What an iteration says of its rollouts: metrics and readable samples."""
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from unirl.types import Part, SampleStatus
 
 
-class GradingStats(Protocol):
-    """Counts of the reward service's last call."""
-
-    timeouts: int
-    errors: int
-
-
-def batch_metrics(part: Part, grades: torch.Tensor, grading: GradingStats) -> dict[str, float]:
-    """Metrics of a graded batch: part's rewards [N] are those trained on, `grades` [N] those of the scorer.
+def batch_metrics(part: Part) -> dict[str, float | None]:
+    """Metrics of the batch that is trained on; a mean over nothing is None.
 
     Statistics of rewards are over samples with a finite reward. `reward/zero_variance_groups` is the share of groups
     whose finite rewards are all equal: they teach nothing.
@@ -26,11 +19,8 @@ def batch_metrics(part: Part, grades: torch.Tensor, grading: GradingStats) -> di
     lengths = part.text.response_lengths.float()
     return {
         "reward/mean": _mean(rewards[finite]),
-        "reward/grade_mean": _mean(grades[torch.isfinite(grades)]),
         "reward/zero_variance_groups": _zero_variance_groups(part),
         "reward/ungraded": int((~finite).sum()),
-        "reward/timeouts": grading.timeouts,
-        "reward/errors": grading.errors,
         "response/length_mean": _mean(lengths),
         "response/length_max": lengths.max().item(),
         "response/truncated_fraction": _mean((status == SampleStatus.TRUNCATED).float()),

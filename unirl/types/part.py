@@ -15,6 +15,9 @@ _TOKEN_FIELDS = {
     "turn_ids": torch.int64,
     "weight_versions": torch.int64,
 }
+TOKEN_ESTIMATES = ("advantages", "prox_logp", "ref_logp", "values", "returns")
+"""Fields of a `Part` that hold one float32 per token, or None."""
+
 _SAMPLE_FIELDS = {
     "lengths": torch.int64,
     "sample_ids": torch.int64,
@@ -107,15 +110,22 @@ class Part:
     """N samples as one unit of data.
 
     text: the packed tokens.
-    rewards [N] float32 or None before grading; NaN = no verdict (the sample is left out of training).
-    advantages [T] float32 or None before `compute_advantages`; 0 where `loss_mask` is False.
     records: one dict per sample, the prompt record (`prompt`, `answer`, `data_source`, other fields kept).
+    rewards [N] float32 or None before grading; NaN = no verdict (the sample is left out of training).
+
+    Per token, float32 [T], aligned to the token itself like everything in `text`, None until computed, 0 where
+    `loss_mask` is False: `advantages`; `prox_logp` and `ref_logp`, log-probs of the proximal and the reference policy;
+    `values` and `returns` of the critic.
     """
 
     text: TextSegment
     records: tuple[dict[str, Any], ...]
     rewards: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
+    prox_logp: torch.Tensor | None = None
+    ref_logp: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.text.lengths.numel()
@@ -146,9 +156,29 @@ class Part:
 
     def select(self, samples: torch.Tensor) -> "Part":
         """The samples at the positions `samples` [M] int64, in that order."""
+        tokens = self.text.token_positions(samples)
+        by_token = {name: getattr(self, name) for name in TOKEN_ESTIMATES}
         return Part(
             text=self.text.select(samples),
             records=tuple(self.records[i] for i in samples.tolist()),
             rewards=None if self.rewards is None else self.rewards[samples],
-            advantages=None if self.advantages is None else self.advantages[self.text.token_positions(samples)],
+            **{name: value if value is None else value[tokens] for name, value in by_token.items()},
+        )
+
+    @staticmethod
+    def concat(parts: Sequence["Part"]) -> "Part":
+        """One part of all samples, in order. Rewards and estimates must be there in all parts or in none."""
+
+        def joined(name: str) -> torch.Tensor | None:
+            values = [getattr(part, name) for part in parts]
+            if any(value is None for value in values):
+                if any(value is not None for value in values):
+                    raise ValueError(f"Part.concat: {name} is there in some parts and not in others")
+                return None
+            return torch.cat(values)
+
+        return Part(
+            text=TextSegment.concat([part.text for part in parts]),
+            records=tuple(record for part in parts for record in part.records),
+            **{name: joined(name) for name in ("rewards", *TOKEN_ESTIMATES)},
         )

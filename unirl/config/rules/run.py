@@ -27,12 +27,11 @@ def one_process(config: TrainConfig) -> str | None:
 
 @rule("algorithm", run_only=True)
 def built_terms(config: TrainConfig) -> str | None:
-    """This version trains without KL terms, reward_norm and use_decoupled_loss."""
+    """This version trains without KL terms and use_decoupled_loss."""
     algorithm = config.algorithm
     asked = {
         "kl_ctl": algorithm.kl_ctl > 0,
         "kl_coef": algorithm.kl_coef > 0,
-        "reward_norm": algorithm.reward_norm is not None,
         "use_decoupled_loss": algorithm.use_decoupled_loss,
     }
     names = [name for name, given in asked.items() if given]
