@@ -22,6 +22,11 @@ while not all(map(os.path.exists, paths)):
 if sys.argv[2] == "fork" and os.fork() == 0:
     time.sleep(60)
     os._exit(0)
+if sys.argv[2] == "closing_fork":
+    if os.fork() == 0:
+        reward.close()
+        os._exit(0)
+    os.wait()
 print(*reward.worker_pids, flush=True)
 if sys.argv[2] == "exit":
     sys.exit()
@@ -93,3 +98,8 @@ def test_when_a_fork_of_the_parent_lives_on(start_parent):
     os.kill(process.pid, signal.SIGKILL)
     wait_until(lambda: not any(map(is_running, pids)))
     os.killpg(process.pid, signal.SIGKILL)  # The fork.
+
+
+def test_a_fork_of_the_parent_that_closes_the_service_ends_no_worker(start_parent):
+    _, pids = start_parent("closing_fork")
+    assert all(map(is_running, pids))
