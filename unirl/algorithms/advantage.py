@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from unirl.algorithms.config import GAEConfig, as_config, key_problems
+from unirl.algorithms.config import GAEConfig
 from unirl.algorithms.packed import Packing
+from unirl.algorithms.validation import as_config, key_problems
 
 
 @torch.no_grad()

@@ -1,24 +1,17 @@
 """Config of losses and advantages: plain dataclasses and their rules, importable without torch."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from difflib import get_close_matches
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_type_hints
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
+from unirl.algorithms.validation import key_problems
 from unirl.utils.keys import key
-
-Config = TypeVar("Config")
 
 
 @dataclass
 class NormConfig:
     """How values of one kind (rewards, advantages), one per sample, are normalised."""
 
-    mean_level: str | None = key(
-        "batch", "Level of the mean that is subtracted; null: none.", choices=["batch", "group"]
-    )
+    mean_level: str | None = key("batch", "Level of the mean subtracted; null: none.", choices=["batch", "group"])
     std_level: str | None = key("batch", "Level of the std that divides; null: none.", choices=["batch", "group"])
     mean_leave1out: bool = key(False, "Leave the value itself out of its mean (RLOO).")
     std_unbiased: bool = key(True, "Divide the variance by n - 1.")
@@ -61,7 +54,7 @@ class PolicyLossConfig:
     c_clip: float | None = key(None, "Dual clip: the loss of a token is at most c_clip |A| (ppo); null: none.", gt=1)
     drpo_epsilon: float = key(12.5, "Shift of a token's probability at which the pull back balances the push.", gt=0)
     spo_epsilon: float = key(0.2, "Shift of the ratio at which the pull back balances the push (spo).", gt=0)
-    dppo_delta: float = key(0.2, "Shift of a token's probability beyond which it is not pushed on (dppo).", gt=0)
+    dppo_delta: float = key(0.15, "Shift of a token's probability beyond which it is not pushed on (dppo).", gt=0)
     sapo_tau_pos: float = key(1.0, "Temperature of the soft gate where A > 0 (sapo).", gt=0)
     sapo_tau_neg: float = key(1.05, "Temperature of the soft gate where A <= 0 (sapo).", gt=0)
     importance_sampling_level: str = key(
@@ -115,74 +108,11 @@ class StepAdvantageConfig:
     step_adv_const_length: float | None = key(None, "Divide by this constant; null: by the steps of the episode.", gt=0)
 
 
-def as_config(cls: type[Config], config: Config | Mapping[str, Any]) -> Config:
-    """`config` itself where it is a `cls`, else a `cls` made of its keys, nested sections included.
-
-    Raises ValueError on a key that `cls` lacks, with the nearest one, and on a key without default that is missing.
-    """
-    if isinstance(config, cls):
-        return config
-    if not isinstance(config, Mapping):
-        raise TypeError(
-            f"{cls.__name__}: found {type(config).__name__}, expected a {cls.__name__} or a dict of its keys"
-        )
-    known = {f.name: f for f in fields(cls)}
-    for name in config:
-        if name not in known:
-            near = get_close_matches(str(name), known, n=1)
-            raise ValueError(
-                f"{cls.__name__}: unknown key {name!r}"
-                + (f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}")
-            )
-    missing = [n for n, f in known.items() if n not in config and f.default is MISSING and f.default_factory is MISSING]
-    if missing:
-        raise ValueError(f"{cls.__name__}: missing key {missing[0]!r}: {known[missing[0]].metadata['doc']}")
-    hints = get_type_hints(cls)
-    return cls(**{name: _nested(hints[name], value) for name, value in config.items()})
-
-
-def _nested(hint: Any, value: Any) -> Any:
-    section = next(
-        (kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if is_dataclass(kind)), None
-    )
-    return as_config(section, value) if section is not None and value is not None else value
-
-
-def key_problems(config: Any, prefix: str = "") -> list[str]:
-    """Violations of the rules that stand beside the keys of `config` (choices, bounds, numbers that are not finite)."""
-    return [
-        f"{prefix}{f.name}: {problem}"
-        for f in fields(config)
-        if (problem := _key_problem(f, getattr(config, f.name))) is not None
-    ]
-
-
-def _key_problem(f: Field, value: Any) -> str | None:
-    rules = f.metadata
-    if value is None:
-        optional = not isinstance(f.type, type) and type(None) in get_args(f.type)
-        return None if optional else "found null, expected a value"
-    if "choices" in rules and value not in rules["choices"]:
-        near = get_close_matches(str(value), rules["choices"], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"found {value!r}, expected one of {', '.join(rules['choices'])}{hint}"
-    bounds = [
-        (text, rules[name]) for name, text in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")) if name in rules
-    ]
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and not math.isfinite(value):
-        return f"found {value}, expected a finite number"
-    for text, bound in bounds:
-        holds = is_number and {">": value > bound, ">=": value >= bound, "<": value < bound, "<=": value <= bound}[text]
-        if not holds:
-            return f"found {value!r}, expected a number {text} {bound}"
-    return None
-
-
 def loss_config_problems(config: PolicyLossConfig) -> list[str]:
     """What is wrong with a policy-loss config, one plain message a rule; empty where it is sound."""
-    own = {f.name for f in fields(PolicyLossConfig)}
-    problems = [p for p in key_problems(config) if p.split(":")[0] in own]
+    # The config of a trainer's algorithm has further keys, which are not this function's to judge.
+    if problems := key_problems(config, fields(PolicyLossConfig)):
+        return problems
     if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.horizon is None:
         problems.append(
             "horizon: found null, expected a number > 0: loss_agg_mode seq-mean-token-sum-norm divides by it"
@@ -208,10 +138,11 @@ def loss_config_problems(config: PolicyLossConfig) -> list[str]:
 
 def _rejection_problems(rejection: RejectionConfig) -> list[str]:
     prefix = "rejection_sampling."
-    problems = key_problems(rejection, prefix)
     lower, upper = rejection.lower, rejection.upper
+    if problems := key_problems(rejection, prefix=prefix):
+        return problems
     if upper is None:
-        return [*problems, f"{prefix}upper: found null, expected a number"]
+        return [f"{prefix}upper: found null, expected a number"]
     if rejection.metric == "ratio":
         if upper <= 1:
             problems.append(f"{prefix}upper: found {upper}, expected > 1 for metric ratio: equal policies have ratio 1")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from unirl.algorithms.aggregate import Denominators, token_weights
-from unirl.algorithms.config import PolicyLossConfig, as_config, loss_config_problems, required_inputs
+from unirl.algorithms.config import PolicyLossConfig, loss_config_problems, required_inputs
 from unirl.algorithms.kl import kl_derivative, kl_estimate
 from unirl.algorithms.metrics import Metric, masked_max, masked_mean
 from unirl.algorithms.packed import Packing
@@ -15,6 +15,7 @@ from unirl.algorithms.ratio import RatioTerms, logp_derivative, ratio_terms
 from unirl.algorithms.registry import algorithm_class
 from unirl.algorithms.rejection import Behaviour, behaviour
 from unirl.algorithms.token_loss import TokenLoss
+from unirl.algorithms.validation import as_config
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from unirl.algorithms.config import NormConfig, as_config, key_problems
+from unirl.algorithms.config import NormConfig
+from unirl.algorithms.validation import as_config, key_problems
 
 
 def normalize(

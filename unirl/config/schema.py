@@ -1,6 +1,7 @@
 """The config schema: one dataclass per part of the system, every key with its doc and rule beside it.
 
-Rules that involve one key stand in its declaration; rules between keys stand in `unirl.config.rules`.
+Rules that involve one key stand in its declaration; rules between keys stand in `unirl.config.rules`. A default of
+"???" means that the key must be given; "${...}" takes the value of another key.
 """
 
 from dataclasses import dataclass
@@ -8,6 +9,9 @@ from typing import Any
 
 from unirl.algorithms.config import NormConfig, PolicyLossConfig
 from unirl.utils.keys import key
+
+SCORERS = ("math_boxed", "math_verify", "reasoning_gym")
+"""Built-in scorers, by the name that reward.scorer takes."""
 
 
 @dataclass
@@ -17,7 +21,12 @@ class ModelConfig:
         None,
         "Dotted path of a callable(path) that makes the folder where it does not exist (small models of the demos).",
     )
-    dtype: str = key("float32", "Dtype of weights and activations in training.", choices=["float32", "bfloat16"])
+    reference_path: str | None = key(None, "Hugging Face folder of the reference model that KL terms compare with.")
+    dtype: str = key(
+        "float32",
+        "Dtype of weights and activations in training; master weights are always float32.",
+        choices=["float32", "bfloat16"],
+    )
     trust_remote_code: bool = key(False, "Let transformers run code that comes with the model or tokenizer.")
 
 
@@ -65,7 +74,7 @@ class RolloutConfig:
 class RewardConfig:
     scorer: str = key(
         "math_boxed",
-        "math_boxed, math_verify, reasoning_gym, or the dotted path of a class with score(responses, answers).",
+        f"{', '.join(SCORERS)}, or the dotted path of a class with score(responses, answers).",
     )
     num_workers: int = key(2, "Scorer processes.", ge=1)
     timeout_s: float = key(
@@ -86,12 +95,13 @@ class RewardConfig:
 @dataclass
 class AlgorithmConfig(PolicyLossConfig):
     temperature: float = key(
-        "${sampling.temperature}", "Temperature of the log-probs in training; must be sampling.temperature.", gt=0
+        "${sampling.temperature}", "Temperature of the log-probs in training; must be sampling.temperature."
     )
     adv_norm: NormConfig = key(
         factory=lambda: NormConfig(mean_level="group", std_level=None), doc="How rewards become advantages."
     )
-    entropy_coef: float = key(0.0, "Weight of the entropy bonus.", ge=0)
+    reward_norm: NormConfig | None = key(None, "Normalisation of rewards before that; null: none.")
+    kl_ctl: float = key(0.0, "Weight of the KL to the reference policy in the reward.", ge=0)
     allow_multi_update: bool = key(
         False,
         "Split a batch into stack.num_updates_per_batch disjoint mini-batches though the loss anchors its ratio "
@@ -125,7 +135,7 @@ class ParallelConfig:
 class OptimizerConfig:
     lr: float = key(1e-6, "Peak learning rate.", gt=0)
     min_lr: float = key(0.0, "Learning rate at the end of a linear or cosine schedule.", ge=0)
-    betas: list[float] = key(factory=lambda: [0.9, 0.999], doc="AdamW betas.")
+    betas: list[float] = key(factory=lambda: [0.9, 0.999], doc="AdamW betas.", ge=0, lt=1)
     eps: float = key(1e-8, "AdamW epsilon.", gt=0)
     weight_decay: float = key(0.01, "AdamW weight decay.", ge=0)
     schedule: str = key(
@@ -160,13 +170,12 @@ class EvalConfig:
 @dataclass
 class ClusterConfig:
     mode: str = key("inprocess", "Run everything in this process, or on a Ray cluster.", choices=["inprocess", "ray"])
-    layout: str = key("colocate", "Rollout and training share devices or split them.", choices=["colocate", "split"])
 
 
 @dataclass
 class LoggingConfig:
     samples_per_iteration: int = key(8, "Rollout samples written to samples.jsonl per iteration.", ge=0)
-    trackers: list[str] = key(factory=list, doc="Extra metric sinks beside metrics.jsonl: tensorboard.")
+    trackers: list[str] = key(factory=list, doc="Extra metric sinks beside metrics.jsonl.", choices=["tensorboard"])
 
 
 @dataclass

@@ -1,11 +1,14 @@
 """The protocol that every rollout engine follows."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from unirl.types import Completion, GenerationRequest
+
+ProgressCallback = Callable[[int], None]
+"""Called with the number of samples finished since `generate` began; often (after every token), so it must be cheap."""
 
 
 class RolloutEngine(Protocol):
@@ -14,7 +17,9 @@ class RolloutEngine(Protocol):
     weight_version: int
     """Version of the weights that the next token is drawn with; 0 before the first `update_weights`."""
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_progress: ProgressCallback | None = None
+    ) -> list[list[Completion]]:
         """One list per request, one completion per seed, in order.
 
         Raises ValueError on a token id outside the vocabulary or a prompt that leaves no room to generate.

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from unirl.errors import UserError
 
 _NAME = re.compile(r"iteration_(\d{8})")
@@ -42,10 +44,11 @@ class CheckpointStore:
             if target.exists():
                 shutil.rmtree(target)
             aside.rename(target)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
             shutil.rmtree(aside, ignore_errors=True)
+            reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"checkpoint of iteration {iteration} could not be written to {self.path}: {error.strerror or error}; "
+                f"checkpoint of iteration {iteration} could not be written to {self.path}: {reason}; "
                 "make room, or point run_dir elsewhere; earlier checkpoints are whole, continue with resume=auto"
             ) from error
         for old in self.iterations()[: -self.keep]:

@@ -1,5 +1,6 @@
 """`ARTrainer`: synchronous training of an autoregressive policy. `_train_iteration` is the whole method."""
 
+import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -9,6 +10,7 @@ import torch
 
 from unirl.algorithms import make_algorithm
 from unirl.config.schema import TrainConfig
+from unirl.errors import UserError
 from unirl.observe.console import RunDisplay
 from unirl.observe.run_dir import RunDirectory
 from unirl.observe.trackers import make_trackers
@@ -29,6 +31,8 @@ class TrainerState:
     """What a checkpoint holds beside the actor. Random streams derive from `seed` and these counters alone."""
 
     sampler: dict[str, int]
+    prompts: str
+    """Fingerprint of the training prompts: the sampler's position means nothing among others."""
     iteration: int = 0
     unwritten: dict[str, Any] | None = None
     """Metrics of an iteration that has trained but whose evaluation and line in metrics.jsonl are still to come."""
@@ -84,10 +88,10 @@ class ARTrainer:
                 )
                 return 130
             self._save()
-            self.actor.export_hf(self.run.path / "policy")
-            self.display.message(
-                f"done: the run is in {self.run.path}, the trained policy in {self.run.path / 'policy'}"
-            )
+            policy = self.run.path / "policy"
+            shutil.rmtree(policy, ignore_errors=True)  # of the same run when it had fewer iterations
+            self.actor.export_hf(policy)
+            self.display.message(f"done: the run is in {self.run.path}, the trained policy in {policy}")
         return 0
 
     def _train_iteration(self) -> None:
@@ -125,7 +129,7 @@ class ARTrainer:
         self.run.write_samples(
             iteration + 1, readable_samples(part, self.tokenizer, config.logging.samples_per_iteration)
         )
-        self.state = TrainerState(self.sampler.state_dict(), iteration + 1, metrics)
+        self.state = TrainerState(self.sampler.state_dict(), self.state.prompts, iteration + 1, metrics)
 
     def _finish_iteration(self) -> None:
         """Evaluate where it is due, write the iteration's line, save where it is due."""
@@ -196,9 +200,15 @@ class ARTrainer:
     def _start(self) -> None:
         """Take up the newest checkpoint, or start at iteration 0, and give the engine the actor's weights."""
         saved = self.checkpoints.iterations() if self.config.resume == "auto" else []
-        self.state = TrainerState(sampler=self.sampler.state_dict(), unwritten={})
+        self.state = TrainerState(self.sampler.state_dict(), self.train_prompts.fingerprint(), unwritten={})
         if saved:
+            prompts = self.state.prompts
             self.state = TrainerState(**self.checkpoints.load(saved[-1], self.actor.load))
+            if self.state.prompts != prompts:
+                raise UserError(
+                    f"run_dir={self.run.path} was trained on other prompts than those that data.* names now: give the "
+                    "same data (and tokenizer) to resume, or start another run_dir"
+                )
             self.sampler.load_state_dict(self.state.sampler)
             self.display.message(f"resumed after iteration {self.state.iteration}")
         written = self.state.iteration - (self.state.unwritten is not None)

@@ -10,6 +10,9 @@ from unirl.rollout.engine import RolloutEngine
 from unirl.rollout.workflow import single_turn
 from unirl.types import Part, SampleStatus, SamplingParams
 
+EVALUATION_STREAM = 2**31
+"""Stands in the place of the iteration in the seeds of evaluation samples: no training iteration has its streams."""
+
 
 def evaluate(
     engine: RolloutEngine,
@@ -32,7 +35,7 @@ def evaluate(
         prompts,
         params=params,
         seed=seed,
-        iteration=0,
+        iteration=EVALUATION_STREAM,
         num_samples=num_samples,
         first_sample_id=0,
         on_progress=on_progress,

@@ -1,0 +1,1 @@
+"""Token kernels on the CPU against torch: `python -m benchmarks.kernels --help`."""

@@ -1,0 +1,7 @@
+#define UNIRL_ISA avx2
+#define UNIRL_LANES 8
+#include "rows.inl"
+
+namespace unirl {
+const RowKernels avx2_kernels = {avx2::record, avx2::gradient};
+}

@@ -1,0 +1,7 @@
+#define UNIRL_ISA avx512
+#define UNIRL_LANES 16
+#include "rows.inl"
+
+namespace unirl {
+const RowKernels avx512_kernels = {avx512::record, avx512::gradient};
+}

@@ -1,0 +1,190 @@
+"""Rules between keys: each is broken once, and each reads only the keys that it declares."""
+
+import dataclasses
+import json
+
+import pytest
+
+from unirl.config.rules import RULES
+from unirl.errors import ConfigError
+
+# name of the rule: overrides that break it, the key it is reported under, what the message says
+BROKEN = {
+    "devices_hold_whole_models": (
+        ["num_devices=48", "parallel.tp=5"],
+        "num_devices",
+        "48 devices cannot be divided by tp*pp*cp = 5*1*1 = 5; use parallel.tp=4 or 6, or num_devices=45 or 50",
+    ),
+    "nodes_are_full": (["num_devices=12", "batch_size=12"], "num_devices", "use num_devices=8 or 16"),
+    "tensor_groups_stay_in_a_node": (
+        ["num_devices=48", "parallel.tp=3", "parallel.cp=2", "batch_size=8"],
+        "parallel.tp",
+        "tp*cp = 3*2 = 6 does not divide the 8 devices of a node",
+    ),
+    "experts_divide": (["num_devices=4", "parallel.ep=3"], "parallel.ep", "dp*cp = 4*1 = 4; use parallel.ep=2 or 4"),
+    "sequence_parallel_needs_tp": (["parallel.sequence_parallel=true"], "parallel.sequence_parallel", "or tp > 1"),
+    "model_divides": (
+        ["model.path=FOLDER", "num_devices=3", "parallel.tp=3", "batch_size=3"],
+        "parallel.tp",
+        "num_attention_heads=4 by parallel.tp=3, num_key_value_heads=2 by parallel.tp=3",
+    ),
+    "prompts_spread_over_ranks": (
+        ["num_devices=8"],
+        "batch_size",
+        "batch_size=4 prompts cannot be spread over 8 data-parallel ranks (num_devices=8 / (tp*pp*cp = 1)): a rank "
+        "takes whole prompts; use batch_size=8, or 4 devices",
+    ),
+    "updates_divide_the_batch": (
+        ["stack.num_updates_per_batch=3", "algorithm.loss=ppo"],
+        "stack.num_updates_per_batch",
+        "use stack.num_updates_per_batch=2 or 4, or batch_size=3 or 6",
+    ),
+    "longest_sample_fits": (
+        ["stack.micro_batch_tokens=1000"],
+        "stack.micro_batch_tokens",
+        "1024 + 64 = 1088 tokens, more than a micro-batch of 1000; use at least 1088",
+    ),
+    "warmup_ends": (["optimizer.warmup_steps=4"], "optimizer.warmup_steps", "= 3 * 1 = 3; use at most 3"),
+    "training_samples_at_random": (["sampling.temperature=0"], "sampling.temperature", "expected a value > 0"),
+    "one_temperature": (["algorithm.temperature=0.6"], "algorithm.temperature", "found 0.6, but samples are drawn at"),
+    "whole_nucleus": (["sampling.top_p=0.9"], "sampling.top_p", "found 0.9, expected 1"),
+    "all_tokens": (["sampling.top_k=20"], "sampling.top_k", "found 20, expected -1"),
+    "kl_has_a_reference": (["algorithm.kl_ctl=0.1"], "algorithm.kl_ctl", "set model.reference_path"),
+    "drpo_updates_once": (
+        ["stack.num_updates_per_batch=2"],
+        "stack.num_updates_per_batch",
+        "algorithm.allow_multi_update=true for disjoint mini-batches",
+    ),
+    "penalty_zone_fits": (
+        ["reward.truncated_reward=soft", "reward.overlong_tokens=64"],
+        "reward.overlong_tokens",
+        "does not fit before sampling.max_new_tokens=64; use less than 64",
+    ),
+    "two_betas": (["optimizer.betas=[0.9]"], "optimizer.betas", "found 1 numbers, expected two"),
+    "schedule_falls": (["optimizer.min_lr=1"], "optimizer.min_lr", "expected at most optimizer.lr=1e-06"),
+    "greedy_evaluates_once": (["eval.temperature=0", "eval.num_samples=4"], "eval.num_samples", "found 4, expected 1"),
+    "model_exists": (["model.path=/no/where"], "model.path", "found '/no/where': no such folder"),
+    "prompts_have_a_file": (["data.path=null"], "data.path", "is not set"),
+    "prompts_exist": (["data.path=missing.jsonl"], "data.path", "found 'missing.jsonl': no such file"),
+    "evaluation_prompts_exist": (["eval.path=missing.jsonl"], "eval.path", "found 'missing.jsonl': no such file; eval"),
+    "evaluation_reads_its_file": (
+        ["eval.path=FOLDER/config.json", "data.kind=reasoning_gym", "data.tasks={chain_sum: {}}", "data.path=null"],
+        "eval.path",
+        "is not read with data.kind=reasoning_gym, which makes its own held-out problems",
+    ),
+    "tasks_are_given": (["data.kind=reasoning_gym", "data.path=null"], "data.tasks", "needs at least one family"),
+    "template_holds_the_prompt": (["data.prompt_template=hello"], "data.prompt_template", "that contains {prompt}"),
+    "examples_are_messages": (
+        ["data.example_messages=[{role: user, text: hi}]"],
+        "data.example_messages",
+        "message 0 has the keys role, text, expected role and content",
+    ),
+    "messages_need_a_template": (
+        ["data.chat_template=false", "data.system_prompt=hi"],
+        "data.chat_template",
+        "set it to true",
+    ),
+    "scorer_is_known": (["reward.scorer=math_boxd"], "reward.scorer", "the nearest is math_boxed"),
+    "one_process": (
+        ["num_devices=2", "rollout.engine=sglang"],
+        "num_devices",
+        "found num_devices=2, rollout.engine=sglang; this version runs in one process: num_devices=1, "
+        "rollout.engine=native; --dry-run plans more",
+    ),
+    "built_terms": (["algorithm.reward_norm.mean_level=group"], "algorithm", "does not train with reward_norm"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.check.__name__)
+def test_a_broken_rule_is_refused(rule, small, tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2})
+    )
+    overrides, key, message = BROKEN[rule.check.__name__]
+    with pytest.raises(ConfigError) as caught:
+        small(*[override.replace("FOLDER", str(tmp_path)) for override in overrides], purpose="run")
+    matching = [problem for problem in caught.value.problems if problem.startswith(f"{key}: ") and message in problem]
+    assert len(matching) == 1, caught.value.problems
+    assert [problem for problem in caught.value.problems if problem not in matching and not _is_run_only(problem)] == []
+
+
+def _is_run_only(problem: str) -> bool:
+    return "this version" in problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["algorithm.loss_agg_mode=seq-mean-token-sum-norm"], "algorithm.horizon: found null, expected a number > 0"),
+        (["algorithm.loss=cispo"], "algorithm.eps_clip_higher: found None, expected a number > 0"),
+        (
+            ["data.kind=reasoning_gym", "data.tasks={chain_sum: {}}"],
+            "data.path: is not read with data.kind=",
+        ),
+        (["data.tasks={chain_sum: {}}"], "data.tasks: is not read with data.kind=jsonl"),
+        (
+            ["reward.scorer=reasoning_gym"],
+            "reward.scorer: reasoning_gym grades the problems of data.kind=",
+        ),
+        (["model.path=missing"], "model.path: found 'missing': no such folder"),
+        (
+            ["num_devices=4", "parallel.tp=2", "parallel.pp=3"],
+            "num_devices: 4 devices cannot be divided by tp*pp*cp = 2*3*1 = 6; use parallel.pp=2, or num_devices=6",
+        ),
+        (
+            ["num_devices=2", "stack.num_updates_per_batch=4", "algorithm.loss=ppo"],
+            "batch_size: batch_size=4 prompts in 4 updates of 1 cannot be spread over 2 data-parallel ranks",
+        ),
+    ],
+)
+def test_other_ways_to_break_a_rule(overrides, problem, small):
+    with pytest.raises(ConfigError) as caught:
+        small(*overrides, purpose="plan")
+    assert len(caught.value.problems) == 1
+    assert caught.value.problems[0].startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["stack.num_updates_per_batch=2", "algorithm.allow_multi_update=true"],
+        ["stack.num_updates_per_batch=4", "algorithm.loss=ppo"],
+        ["optimizer.warmup_steps=3"],
+        ["model.path=made/by/the/demo", "model.maker=package.module.make"],
+        ["reward.scorer=package.module.Scorer"],
+        ["stack.micro_batch_tokens=1088"],
+        ["sampling.top_k=0"],
+        ["algorithm.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.horizon=${sampling.max_new_tokens}"],
+    ],
+)
+def test_what_the_rules_allow(overrides, small):
+    small(*overrides)
+
+
+def test_a_plan_may_go_beyond_this_version(small):
+    config = small("num_devices=4", "rollout.engine=sglang", "cluster.mode=ray", "sync.mode=disk", purpose="plan")
+    assert config.num_devices == 4
+
+
+class Recorder:
+    """A config that notes the dotted paths of the values that are read from it."""
+
+    def __init__(self, section, prefix, read):
+        self._section, self._prefix, self._read = section, prefix, read
+
+    def __getattr__(self, name):
+        value, path = getattr(self._section, name), f"{self._prefix}{name}"
+        if dataclasses.is_dataclass(value):
+            return Recorder(value, f"{path}.", self._read)
+        self._read.add(path)
+        return value
+
+
+def test_rules_declare_the_keys_they_read(small):
+    for overrides, _, _ in BROKEN.values():
+        config = small(*overrides, purpose="print")
+        for rule in RULES:
+            read = set()
+            rule.check(Recorder(config, "", read))
+            undeclared = {path for path in read if not rule.reads(path)}
+            assert not undeclared, rule.check.__name__

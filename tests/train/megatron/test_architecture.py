@@ -1,0 +1,48 @@
+import json
+
+import pytest
+
+from unirl.errors import UserError
+from unirl.train.megatron.architecture import read_architecture
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("qwen3-tied", "model_type", "gemma"),
+        ("qwen3-tied", "hidden_act", "gelu"),
+        ("qwen3-tied", "attention_dropout", 0.1),
+        ("qwen3-tied", "attention_bias", True),
+        ("qwen2-tied", "use_sliding_window", True),
+        ("qwen2-tied", "layer_types", ["full_attention", "sliding_attention"]),
+        ("llama3-untied", "mlp_bias", True),
+        ("llama3-untied", "quantization_config", {"quant_method": "fp8"}),
+    ],
+)
+def test_what_training_would_not_reproduce_is_refused_by_name(make_folder, family, field, value):
+    folder, _ = make_folder(family)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(UserError, match=rf"config\.json: {field} ('gemma' )?is"):
+        read_architecture(folder)
+
+
+def test_other_rope_is_refused_by_name(make_folder):
+    folder, _ = make_folder()
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"rope_parameters\.rope_type is 'yarn'"):
+        read_architecture(folder)
+
+
+def test_config_in_the_older_form(make_folder):
+    """transformers before 5 wrote rope_theta and rope_scaling on the top level."""
+    folder, _ = make_folder("llama3-untied")
+    expected = read_architecture(folder)
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read_architecture(folder) == expected

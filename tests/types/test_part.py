@@ -1,0 +1,102 @@
+"""`Part` and `TextSegment`: packing, selection, advantages."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from unirl.algorithms import NormConfig
+from unirl.types import Part, SampleStatus, TextSegment
+
+
+def make_text() -> TextSegment:
+    """Three samples of 4, 2 and 3 tokens; groups 10, 10, 20; the first tokens are prompts."""
+    mask = torch.tensor([False, True, True, True, False, True, False, False, True])
+    return TextSegment(
+        tokens=torch.arange(9),
+        log_probs=torch.where(mask, -torch.arange(9).float(), 0),
+        loss_mask=mask,
+        turn_ids=torch.where(mask, 0, -1),
+        weight_versions=torch.where(mask, 3, -1),
+        lengths=torch.tensor([4, 2, 3]),
+        sample_ids=torch.tensor([100, 101, 102]),
+        group_ids=torch.tensor([10, 10, 20]),
+        episode_ids=torch.tensor([100, 101, 102]),
+        status=torch.tensor([SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.ABORTED]),
+    )
+
+
+def make_part(rewards: list[float] | None = None) -> Part:
+    part = Part(text=make_text(), records=tuple({"prompt": str(i)} for i in range(3)))
+    return part if rewards is None else part.with_rewards(torch.tensor(rewards))
+
+
+def test_lengths_and_sums():
+    text = make_text()
+    assert text.cu_seqlens.tolist() == [0, 4, 6, 9]
+    assert text.response_lengths.tolist() == [3, 1, 1]
+    assert text.token_sample_index.tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 2]
+    assert text.sum_by_sample(text.log_probs).tolist() == [-6, -5, -8]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": torch.arange(9).int()},
+        {"tokens": torch.arange(8)},
+        {"loss_mask": torch.ones(9)},
+        {"status": torch.zeros(2, dtype=torch.long)},
+        {"lengths": torch.tensor([4, 2, 4])},
+    ],
+)
+def test_wrong_shapes_and_dtypes_are_refused(change):
+    with pytest.raises(ValueError, match=r"TextSegment\.\w+: found"):
+        replace(make_text(), **change)
+
+
+def test_select_takes_samples_in_the_order_given():
+    picked = make_part([1.0, 2.0, 3.0]).compute_advantages().select(torch.tensor([2, 0]))
+    assert picked.text.tokens.tolist() == [6, 7, 8, 0, 1, 2, 3]
+    assert picked.text.sample_ids.tolist() == [102, 100]
+    assert picked.rewards.tolist() == [3, 1]
+    assert [record["prompt"] for record in picked.records] == ["2", "0"]
+    assert picked.advantages.tolist() == [0, 0, 0, 0, -0.5, -0.5, -0.5]
+    assert len(picked.select(torch.tensor([], dtype=torch.long))) == 0
+
+
+def test_concat_of_what_was_split_is_the_whole():
+    text = make_text()
+    parts = [text.select(torch.tensor([i])) for i in range(3)]
+    joined = TextSegment.concat(parts)
+    assert all(torch.equal(getattr(joined, name), getattr(text, name)) for name in vars(text))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "per_sample"),
+    [
+        ({}, [-0.5, 0.5, 0.0]),
+        ({"normalize": True, "scope": "batch"}, [-1.0, 0.0, 1.0]),
+        ({"normalize": False}, [1.0, 2.0, 3.0]),
+        ({"normalize": NormConfig(mean_level="batch", std_level="batch", eps=1e-12)}, [-1.0, 0.0, 1.0]),
+        ({"normalize": NormConfig(mean_level="group", std_level=None, mean_leave1out=True)}, [-1.0, 1.0, 0.0]),
+    ],
+)
+def test_advantages_are_spread_over_generated_tokens(arguments, per_sample):
+    part = make_part([1.0, 2.0, 3.0]).compute_advantages(**arguments)
+    expected = torch.tensor(per_sample)[part.text.token_sample_index] * part.text.loss_mask
+    torch.testing.assert_close(part.advantages, expected)
+    assert part.advantages.dtype == torch.float32
+
+
+def test_a_sample_without_verdict_has_no_advantage_and_no_say():
+    part = make_part([1.0, float("nan"), 3.0]).compute_advantages(scope="batch")
+    assert part.advantages.tolist() == [0, -1, -1, -1, 0, 0, 0, 0, 1]
+
+
+def test_advantages_need_rewards_and_a_known_scope():
+    with pytest.raises(ValueError, match="grade the samples first"):
+        make_part().compute_advantages()
+    with pytest.raises(ValueError, match="scope: found 'groups'"):
+        make_part([1.0, 2.0, 3.0]).compute_advantages(scope="groups")
+    with pytest.raises(ValueError, match=r"rewards: found shape \(2,\)"):
+        make_part([1.0, 2.0])

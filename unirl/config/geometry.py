@@ -1,0 +1,78 @@
+"""How a config spreads over devices and splits its batches: the arithmetic that rules and --dry-run share."""
+
+import math
+from dataclasses import dataclass
+
+from unirl.config.schema import TrainConfig
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Counts that follow from a valid config. A sample is one response to one prompt; lengths are in tokens."""
+
+    devices: int
+    nodes: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    dp: int
+    prompts: int
+    samples: int
+    samples_per_dp_rank: int
+    longest_sample: int
+    micro_batch_tokens: int
+    steps_per_iteration: int
+    prompts_per_step: int
+    total_steps: int
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "Geometry":
+        parallel, stack = config.parallel, config.stack
+        dp = config.num_devices // model_devices(config)
+        samples = config.batch_size * config.sampling.num_samples
+        return cls(
+            devices=config.num_devices,
+            nodes=math.ceil(config.num_devices / config.devices_per_node),
+            tp=parallel.tp,
+            pp=parallel.pp,
+            cp=parallel.cp,
+            ep=parallel.ep,
+            dp=dp,
+            prompts=config.batch_size,
+            samples=samples,
+            samples_per_dp_rank=samples // dp,
+            longest_sample=longest_sample(config),
+            micro_batch_tokens=stack.micro_batch_tokens,
+            steps_per_iteration=stack.num_updates_per_batch,
+            prompts_per_step=config.batch_size // stack.num_updates_per_batch,
+            total_steps=total_steps(config),
+        )
+
+
+def model_devices(config: TrainConfig) -> int:
+    """Devices that hold one copy of the model: tp * pp * cp."""
+    return config.parallel.tp * config.parallel.pp * config.parallel.cp
+
+
+def longest_sample(config: TrainConfig) -> int:
+    """Tokens of the longest prompt with the longest response."""
+    return config.data.max_prompt_tokens + config.sampling.max_new_tokens
+
+
+def total_steps(config: TrainConfig) -> int:
+    """Optimizer steps of the whole run."""
+    return config.num_iterations * config.stack.num_updates_per_batch
+
+
+def multiples_around(value: int, unit: int) -> list[int]:
+    """The multiples of `unit` next to `value`, below and above, without 0: (4, 8) -> [8], (62, 8) -> [56, 64]."""
+    below = value // unit * unit
+    return [count for count in (below, below + unit) if count > 0]
+
+
+def neighbours(value: int, valid: list[int]) -> list[int]:
+    """The largest of `valid` (ascending) below `value` and the smallest above it."""
+    below = [count for count in valid if count < value]
+    above = [count for count in valid if count > value]
+    return below[-1:] + above[:1]

@@ -1,0 +1,96 @@
+"""Devices, nodes and parallel sizes."""
+
+import json
+from pathlib import Path
+
+from unirl.config.geometry import model_devices, multiples_around, neighbours
+from unirl.config.rules.rule import rule
+from unirl.config.schema import TrainConfig
+
+_SIZES = ("parallel.tp", "parallel.pp", "parallel.cp")
+
+
+@rule("num_devices", *_SIZES)
+def devices_hold_whole_models(config: TrainConfig) -> str | None:
+    """num_devices is a multiple of tp * pp * cp; the quotient is the data-parallel size."""
+    parallel, unit = config.parallel, model_devices(config)
+    if config.num_devices % unit == 0:
+        return None
+    fixes = [_valid_sizes(config, name) for name in ("tp", "pp", "cp")]
+    fixes.append(_either("num_devices", multiples_around(config.num_devices, unit)))
+    return (
+        f"{config.num_devices} devices cannot be divided by tp*pp*cp = {parallel.tp}*{parallel.pp}*{parallel.cp} = "
+        f"{unit}; use {', or '.join(fix for fix in fixes if fix)}"
+    )
+
+
+def _valid_sizes(config: TrainConfig, name: str) -> str:
+    """The values next to parallel.`name` that mend the division, with the other sizes as they are."""
+    size = getattr(config.parallel, name)
+    others = model_devices(config) // size
+    valid = [count for count in range(1, config.num_devices + 1) if config.num_devices % (count * others) == 0]
+    return _either(f"parallel.{name}", neighbours(size, valid)) if size > 1 else ""
+
+
+def _either(key: str, values: list[int]) -> str:
+    return f"{key}={' or '.join(map(str, values))}" if values else ""
+
+
+@rule("num_devices", "devices_per_node")
+def nodes_are_full(config: TrainConfig) -> str | None:
+    """More devices than one node has are a multiple of devices_per_node."""
+    if config.num_devices <= config.devices_per_node or config.num_devices % config.devices_per_node == 0:
+        return None
+    valid = multiples_around(config.num_devices, config.devices_per_node)
+    return (
+        f"{config.num_devices} devices do not fill nodes of devices_per_node={config.devices_per_node}; use "
+        f"{_either('num_devices', valid)}, or set devices_per_node"
+    )
+
+
+@rule("parallel.tp", "parallel.cp", "parallel.pp", "num_devices", "devices_per_node")
+def tensor_groups_stay_in_a_node(config: TrainConfig) -> str | None:
+    """On several nodes, devices_per_node is a multiple of tp * cp: these groups talk too much to cross nodes."""
+    group = config.parallel.tp * config.parallel.cp
+    is_on_one_node = config.num_devices <= config.devices_per_node
+    if is_on_one_node or config.devices_per_node % group == 0 or config.num_devices % model_devices(config):
+        return None
+    return (
+        f"tp*cp = {config.parallel.tp}*{config.parallel.cp} = {group} does not divide the {config.devices_per_node} "
+        "devices of a node (devices_per_node), so that a group would cross nodes; lower parallel.tp or parallel.cp"
+    )
+
+
+@rule("parallel.tp", "parallel.pp", "model.path")
+def model_divides(config: TrainConfig) -> str | None:
+    """tp divides the model's attention heads and key-value heads, and pp its layers (where model.path is a folder)."""
+    path = Path(config.model.path) / "config.json"
+    if not path.is_file():
+        return None
+    model, parallel = json.loads(path.read_text(encoding="utf-8")), config.parallel
+    parts = {"num_attention_heads": "tp", "num_key_value_heads": "tp", "num_hidden_layers": "pp"}
+    uneven = [
+        f"{name}={model[name]} by parallel.{size}={getattr(parallel, size)}"
+        for name, size in parts.items()
+        if model.get(name, 0) % getattr(parallel, size)
+    ]
+    return f"the model of {path} cannot be divided: {', '.join(uneven)}" if uneven else None
+
+
+@rule("parallel.ep", "num_devices", *_SIZES)
+def experts_divide(config: TrainConfig) -> str | None:
+    """dp * cp is a multiple of ep."""
+    dp, rest = divmod(config.num_devices, model_devices(config))
+    ep, cp = config.parallel.ep, config.parallel.cp
+    if rest or dp * cp % ep == 0:
+        return None
+    valid = neighbours(ep, [count for count in range(1, dp * cp + 1) if dp * cp % count == 0])
+    return f"ep={ep} does not divide dp*cp = {dp}*{cp} = {dp * cp}; use {_either('parallel.ep', valid)}"
+
+
+@rule("parallel.sequence_parallel", "parallel.tp")
+def sequence_parallel_needs_tp(config: TrainConfig) -> str | None:
+    """sequence_parallel needs tp > 1."""
+    if not config.parallel.sequence_parallel or config.parallel.tp > 1:
+        return None
+    return "shards activations over tensor-parallel ranks, and parallel.tp=1 has none; set it to false, or tp > 1"

@@ -1,0 +1,99 @@
+"""Sampling, loss, advantages, reward shaping and optimizer."""
+
+from unirl.config.rules.rule import rule
+from unirl.config.schema import TrainConfig
+
+
+@rule("sampling.temperature")
+def training_samples_at_random(config: TrainConfig) -> str | None:
+    """sampling.temperature > 0: greedy samples are all alike and have no log-probs to train on."""
+    if config.sampling.temperature > 0:
+        return None
+    return "found 0, expected a value > 0: greedy samples are all alike; eval.temperature=0 evaluates greedily"
+
+
+@rule("algorithm.temperature", "sampling.temperature")
+def one_temperature(config: TrainConfig) -> str | None:
+    """algorithm.temperature equals sampling.temperature: else the ratio of policy to rollout policy is wrong."""
+    if config.algorithm.temperature == config.sampling.temperature:
+        return None
+    return (
+        f"found {config.algorithm.temperature}, but samples are drawn at sampling.temperature="
+        f"{config.sampling.temperature}: log-probs must be of the same distribution; leave algorithm.temperature unset"
+    )
+
+
+@rule("sampling.top_p")
+def whole_nucleus(config: TrainConfig) -> str | None:
+    """sampling.top_p = 1: a narrowed support changes the sampler's log-probs and not the policy's."""
+    return None if config.sampling.top_p == 1 else f"found {config.sampling.top_p}, expected 1: {_NARROWED}"
+
+
+@rule("sampling.top_k")
+def all_tokens(config: TrainConfig) -> str | None:
+    """sampling.top_k is off (-1), for the same reason."""
+    return None if config.sampling.top_k < 1 else f"found {config.sampling.top_k}, expected -1 (off): {_NARROWED}"
+
+
+_NARROWED = "training on a narrowed support makes the ratio of policy to rollout policy wrong"
+
+
+@rule("algorithm.kl_ctl", "algorithm.kl_coef", "model.reference_path")
+def kl_has_a_reference(config: TrainConfig) -> str | None:
+    """algorithm.kl_ctl > 0 or algorithm.kl_coef > 0 needs a reference model, model.reference_path."""
+    algorithm = config.algorithm
+    if config.model.reference_path or algorithm.kl_ctl == algorithm.kl_coef == 0:
+        return None
+    return (
+        f"kl_ctl={algorithm.kl_ctl} and kl_coef={algorithm.kl_coef} weight a KL to the reference policy, and there is "
+        "none: set model.reference_path, or both to 0"
+    )
+
+
+@rule("stack.num_updates_per_batch", "algorithm.loss", "algorithm.allow_multi_update")
+def drpo_updates_once(config: TrainConfig) -> str | None:
+    """DRPO anchors its ratio on the rollout's own log-probs, so stack.num_updates_per_batch is 1, unless
+    algorithm.allow_multi_update splits the batch into that many disjoint mini-batches.
+    """
+    updates = config.stack.num_updates_per_batch
+    if updates == 1 or config.algorithm.loss != "drpo" or config.algorithm.allow_multi_update:
+        return None
+    return (
+        f"found {updates}, but algorithm.loss=drpo anchors its ratio on the rollout's own log-probs and takes one "
+        "update per batch; use 1, or algorithm.allow_multi_update=true for disjoint mini-batches"
+    )
+
+
+@rule("reward.overlong_tokens", "reward.truncated_reward", "sampling.max_new_tokens")
+def penalty_zone_fits(config: TrainConfig) -> str | None:
+    """reward.overlong_tokens is below sampling.max_new_tokens where truncated_reward is soft."""
+    longest = config.sampling.max_new_tokens
+    if config.reward.truncated_reward != "soft" or config.reward.overlong_tokens < longest:
+        return None
+    return (
+        f"a penalty zone of {config.reward.overlong_tokens} tokens does not fit before sampling.max_new_tokens="
+        f"{longest}; use less than {longest}"
+    )
+
+
+@rule("optimizer.betas")
+def two_betas(config: TrainConfig) -> str | None:
+    """optimizer.betas are two numbers."""
+    found = len(config.optimizer.betas)
+    return None if found == 2 else f"found {found} numbers, expected two: [0.9, 0.999]"
+
+
+@rule("optimizer.min_lr", "optimizer.lr")
+def schedule_falls(config: TrainConfig) -> str | None:
+    """optimizer.min_lr is at most optimizer.lr."""
+    if config.optimizer.min_lr <= config.optimizer.lr:
+        return None
+    return f"found {config.optimizer.min_lr:g}, expected at most optimizer.lr={config.optimizer.lr:g}"
+
+
+@rule("eval.num_samples", "eval.temperature")
+def greedy_evaluates_once(config: TrainConfig) -> str | None:
+    """eval.num_samples is 1 where eval.temperature is 0: greedy samples are all alike."""
+    if config.eval.temperature > 0 or config.eval.num_samples == 1:
+        return None
+    return f"found {config.eval.num_samples}, expected 1: at eval.temperature=0 all samples of a prompt are alike"

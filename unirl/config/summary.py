@@ -1,0 +1,74 @@
+"""What --dry-run prints: where a config runs and how its batches divide."""
+
+from rich.console import Console
+from rich.table import Table
+
+from unirl.config.geometry import Geometry
+from unirl.config.rules import run_problems
+from unirl.config.schema import TrainConfig
+
+
+def print_summary(config: TrainConfig, console: Console) -> None:
+    """Topology, batch geometry and evaluation of a valid config, and what in it this version cannot run yet."""
+    geometry = Geometry.of(config)
+    for title, rows in (
+        ("Topology", _topology(config, geometry)),
+        ("Batch geometry", _batch(config, geometry)),
+        ("Evaluation", _evaluation(config)),
+    ):
+        table = Table(
+            title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False
+        )
+        table.add_column(min_width=30, no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in rows.items():
+            table.add_row(name, value)
+        console.print(table)
+        console.print()
+    for problem in run_problems(config):
+        console.print(f"planned only, a run is refused: {problem}")
+
+
+def _topology(config: TrainConfig, geometry: Geometry) -> dict[str, str]:
+    nodes = "1 node" if geometry.nodes == 1 else f"{geometry.nodes} nodes of {config.devices_per_node}"
+    return {
+        "devices": f"{geometry.devices} ({nodes})",
+        "TP / PP / CP / EP / DP": f"{geometry.tp} / {geometry.pp} / {geometry.cp} / {geometry.ep} / {geometry.dp}",
+        "processes": f"cluster.mode={config.cluster.mode}",
+        "model": f"{config.model.path} ({config.model.dtype})",
+        "rollout engine": f"{config.rollout.engine}, weights by sync.mode={config.sync.mode}",
+        "loss": f"{config.algorithm.loss}, {config.algorithm.loss_agg_mode}",
+    }
+
+
+def _batch(config: TrainConfig, geometry: Geometry) -> dict[str, str]:
+    sampling = config.sampling
+    return {
+        "prompts per iteration": f"{geometry.prompts}",
+        "samples per iteration": f"{geometry.samples} ({geometry.prompts} prompts x {sampling.num_samples} samples)",
+        "samples per DP rank": f"{geometry.samples_per_dp_rank}",
+        "longest sample": (
+            f"{geometry.longest_sample:,} tokens ({config.data.max_prompt_tokens:,} prompt + "
+            f"{sampling.max_new_tokens:,} new)"
+        ),
+        "micro-batch token budget": f"{geometry.micro_batch_tokens:,}",
+        "optimizer steps per iteration": f"{geometry.steps_per_iteration} of {geometry.prompts_per_step} prompts",
+        "iterations": f"{config.num_iterations}",
+        "total optimizer steps": f"{geometry.total_steps}",
+        "learning rate": (
+            f"{config.optimizer.lr:g}, {config.optimizer.schedule}, {config.optimizer.warmup_steps} warm-up steps"
+        ),
+    }
+
+
+def _evaluation(config: TrainConfig) -> dict[str, str]:
+    if config.data.kind == "jsonl" and config.eval.path is None:
+        return {"none": "eval.path is not set"}
+    source = config.eval.path or f"{config.data.heldout_size} held-out problems of {', '.join(config.data.tasks)}"
+    every = f", every {config.eval.every} iterations" if config.eval.every else ""
+    return {
+        "prompts": source if config.eval.max_prompts is None else f"{source} (the first {config.eval.max_prompts})",
+        "when": f"before{every} and after training",
+        "samples per prompt": f"{config.eval.num_samples} at temperature {config.eval.temperature:g}",
+        "longest response": f"{config.eval.max_new_tokens:,} tokens",
+    }

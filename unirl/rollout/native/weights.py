@@ -1,0 +1,70 @@
+"""Reading the safetensors of a Hugging Face folder, and checking weights against a model."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_NAMES_SHOWN = 20
+
+
+def read_weights(
+    folder: str | Path, *, tied: bool, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """All tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
+
+    A tied model may store its embedding a second time as `lm_head.weight`: equal copies are dropped. Raises
+    FileNotFoundError where there are no such files, ValueError on a different copy.
+    """
+    weights = {}
+    for path in _weight_files(Path(folder)):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                # A copy, so that nothing maps a file that may be replaced while the engine lives.
+                weights[name] = file.get_tensor(name).to(device, dtype, copy=True)
+    if tied and _HEAD in weights and _EMBEDDING in weights and not torch.equal(weights.pop(_HEAD), weights[_EMBEDDING]):
+        raise ValueError(f"{folder}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}")
+    return weights
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    if single.exists():
+        return [single]
+    raise FileNotFoundError(f"{folder}: found neither {single.name} nor {index.name}; save the model as safetensors")
+
+
+def collect_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """`weights` by name. Raises ValueError where a name comes twice."""
+    by_name = {}
+    for name, tensor in weights:
+        if name in by_name:
+            raise ValueError(f"weights: {name} was given twice")
+        by_name[name] = tensor
+    return by_name
+
+
+def check_weights(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], source: str) -> None:
+    """Raise ValueError, with all differences, unless both have the same names and shapes."""
+    differences = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "not in the model": sorted(found.keys() - expected.keys()),
+        "wrong shape": [
+            f"{name} {tuple(found[name].shape)} instead of {tuple(expected[name].shape)}"
+            for name in sorted(expected.keys() & found.keys())
+            if found[name].shape != expected[name].shape
+        ],
+    }
+    lines = [f"  {kind} ({len(names)}): {_shown(names)}" for kind, names in differences.items() if names]
+    if lines:
+        raise ValueError("\n".join([f"{source}: the weights do not match the model; none was changed", *lines]))
+
+
+def _shown(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,104 @@
+"""What a Hugging Face config says of a policy, checked: anything that training would not reproduce is refused."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from unirl.errors import UserError
+from unirl.train.megatron.rope import Llama3Scaling, RopeConfig
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder of the Llama family: pre-norm RMSNorm, grouped-query attention with RoPE, SwiGLU, no dropout."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    norm_eps: float
+    rope: RopeConfig
+    qk_norm: bool
+    qkv_bias: bool
+    tied: bool
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What the model type implies, and the values other config fields must have."""
+
+    qk_norm: bool
+    qkv_bias: bool
+    required: dict[str, Any]
+
+
+_REQUIRED: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
+_FAMILIES = {
+    "llama": _Family(qk_norm=False, qkv_bias=False, required={"attention_bias": False, "mlp_bias": False}),
+    "qwen2": _Family(qk_norm=False, qkv_bias=True, required={"use_sliding_window": False}),
+    "qwen3": _Family(qk_norm=True, qkv_bias=False, required={"attention_bias": False, "use_sliding_window": False}),
+}
+MODEL_TYPES = tuple(_FAMILIES)
+
+
+def read_architecture(folder: Path, *, trust_remote_code: bool = False) -> Architecture:
+    """The architecture of the Hugging Face folder.
+
+    Raises UserError that names the file, the field, the value found and what is supported.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    where = folder / "config.json"
+    if config.model_type not in _FAMILIES:
+        raise UserError(f"{where}: model_type {config.model_type!r} is not supported, only {', '.join(_FAMILIES)}")
+    family = _FAMILIES[config.model_type]
+    for field, required in (_REQUIRED | family.required).items():
+        _require(where, field, getattr(config, field, required), required, lambda found, wanted: found == wanted)
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    _require(where, "layer_types", sorted(layer_types), ["full_attention"], lambda found, wanted: found == wanted)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Architecture(
+        model_type=config.model_type,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        norm_eps=config.rms_norm_eps,
+        rope=_read_rope(where, config, head_dim),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias,
+        tied=bool(config.tie_word_embeddings),
+    )
+
+
+def _read_rope(where: Path, config: PretrainedConfig, head_dim: int) -> RopeConfig:
+    rope = config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    _require(where, "rope_parameters.rope_type", kind, ["default", "llama3"], lambda found, wanted: found in wanted)
+    partial = rope.get("partial_rotary_factor", 1.0)
+    _require(where, "rope_parameters.partial_rotary_factor", partial, 1.0, lambda found, wanted: found == wanted)
+    if kind == "default":
+        return RopeConfig(head_dim, float(rope["rope_theta"]))
+    scaling = Llama3Scaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+    )
+    return RopeConfig(head_dim, float(rope["rope_theta"]), scaling)
+
+
+def _require(where: Path, field: str, found: Any, wanted: Any, accepts: Callable[[Any, Any], bool]) -> None:
+    if not accepts(found, wanted):
+        raise UserError(f"{where}: {field} is {found!r}, but training supports {wanted!r} only")

@@ -1,0 +1,101 @@
+"""AdamW through Megatron's optimizer: fp32 master weights, clipping by the global norm, a step skipped whole."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+
+from unirl.config.schema import OptimizerConfig
+from unirl.train.megatron.schedule import learning_rate
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One call of `optimizer_step`: gradient norm before clipping, learning rate, and whether nothing was changed."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class PolicyOptimizer:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) with a learning-rate schedule.
+
+    Weight decay leaves out norms and biases (every weight of one dimension). A step whose gradient norm is not finite
+    changes nothing: neither weights nor moments nor the schedule, which counts the steps that were made.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        config: OptimizerConfig,
+        *,
+        max_grad_norm: float,
+        total_steps: int,
+        dtype: torch.dtype,
+    ):
+        self.config = config
+        self.max_grad_norm = max_grad_norm
+        self.total_steps = total_steps
+        self.steps = 0
+        self._megatron: MegatronOptimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.min_lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.betas[0],
+                adam_beta2=config.betas[1],
+                adam_eps=config.eps,
+                clip_grad=max_grad_norm,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+            ),
+            [model],
+            use_gloo_process_groups=False,
+        )
+
+    def zero_grad(self) -> None:
+        self._megatron.zero_grad()
+
+    def step(self) -> StepResult:
+        """Clip to the maximal norm and update the weights from the gradients of the last backward passes."""
+        lr = learning_rate(self.config, self.steps + 1, self.total_steps)
+        for group in self._megatron.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+        self._megatron.prepare_grads()
+        grad_norm = self._megatron.get_grad_norm()
+        if not math.isfinite(grad_norm):
+            return StepResult(grad_norm, lr, skipped=True)
+        for part in self._megatron.chained_optimizers:
+            clip_grads.clip_grad_by_total_norm_fp32(part.get_parameters(), self.max_grad_norm, grad_norm)
+        self._megatron.step_with_ready_grads()
+        self.steps += 1
+        return StepResult(grad_norm, lr, skipped=False)
+
+    def masters(self, named_parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+        """What AdamW updates, by the names of the weights: fp32 copies, or the weights where those are fp32."""
+        return {name: getattr(parameter, "main_param", parameter) for name, parameter in named_parameters.items()}
+
+    def moments(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """AdamW's state of one master weight: empty before the first step, then exp_avg, exp_avg_sq and step."""
+        return self._torch_optimizer.state[master]
+
+    def set_moments(self, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        self._torch_optimizer.state[master] = {
+            "step": torch.tensor(float(self.steps)),
+            "exp_avg": exp_avg,
+            "exp_avg_sq": exp_avg_sq,
+        }
+
+    def forget_moments(self) -> None:
+        self._torch_optimizer.state.clear()
+
+    @property
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        (only,) = self._megatron.chained_optimizers
+        return only.optimizer

@@ -1,0 +1,108 @@
+"""The one module that adapts megatron-core to processes without CUDA.
+
+Megatron-Core names the device "cuda" in a few places. Here the modules of megatron-core, and nothing else, get a
+`torch` whose CUDA functions and device arguments mean the CPU; torch itself stays as it is for everybody else.
+"""
+
+import contextlib
+import functools
+import sys
+import types
+
+import megatron.core
+import torch
+
+MEGATRON_VERSION = "0.16.1"
+"""The megatron-core release whose internals this module replaces."""
+
+_DEVICE_FACTORIES = ("zeros", "tensor")
+_installed = False
+
+
+def install_cpu_platform() -> None:
+    """Make megatron-core run on the CPU in this process. Idempotent.
+
+    Call it in processes that host a CPU actor only. Raises RuntimeError for another megatron-core than the one whose
+    internals are known here.
+    """
+    global _installed
+    if _installed:
+        return
+    if megatron.core.__version__ != MEGATRON_VERSION:
+        raise RuntimeError(
+            f"the CPU platform adapts megatron-core {MEGATRON_VERSION}, found {megatron.core.__version__}: install "
+            f"megatron-core=={MEGATRON_VERSION}, or check unirl/train/megatron/platform.py against the new release"
+        )
+    from megatron.core.optimizer import clip_grads, optimizer
+    from megatron.core.pipeline_parallel import schedules  # noqa: F401  (imported so that it is among those adapted)
+    from megatron.core.tensor_parallel import random
+
+    _give_cpu_torch(_cpu_torch())
+    # Random state "of the GPU", kept for tensor-parallel regions and recomputation.
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # These compare Tensor.type() with the names of CUDA types.
+    clip_grads.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
+    mixed_precision = optimizer.Float16OptimizerWithFloat16Params
+    mixed_precision.__init__ = _with_cuda_type_names(mixed_precision.__init__)
+    _installed = True
+
+
+def _cpu_torch() -> types.ModuleType:
+    """A stand-in for the module torch: the same names, but "cuda" means the CPU."""
+    cuda = _overlay(
+        torch.cuda,
+        current_device=lambda: torch.device("cpu"),
+        get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
+        manual_seed=torch.manual_seed,
+    )
+    return _overlay(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in _DEVICE_FACTORIES})
+
+
+def _overlay(module: types.ModuleType, **replacements) -> types.ModuleType:
+    copy = types.ModuleType(module.__name__, module.__doc__)
+    copy.__dict__.update(module.__dict__)
+    copy.__dict__.update(replacements, __getattr__=functools.partial(getattr, module))
+    return copy
+
+
+def _on_cpu(factory):
+    @functools.wraps(factory)
+    def on_cpu(*args, **kwargs):
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+def _give_cpu_torch(cpu_torch: types.ModuleType) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core.") and getattr(module, "torch", None) is torch:
+            module.torch = cpu_torch
+
+
+def _with_cuda_type_names(function):
+    """`function`, with Tensor.type() answering "torch.cuda.FloatTensor" for "torch.FloatTensor" while it runs."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        with _cuda_type_names():
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+@contextlib.contextmanager
+def _cuda_type_names():
+    original = torch.Tensor.type
+
+    def cuda_type(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    torch.Tensor.type = cuda_type
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original

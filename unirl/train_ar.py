@@ -1,0 +1,56 @@
+"""The training command: `python -m unirl.train_ar --config-name=ar/RECIPE key=value ...`; `--help` lists it all."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from unirl.config.command import Command, help_text, parse
+from unirl.config.compose import compose, to_yaml
+from unirl.config.summary import print_summary
+from unirl.errors import UserError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (default: the process's own). Returns the exit code: 0, 2 on an error that is the user's to
+    mend, 130 after Ctrl-C.
+    """
+    try:
+        return _execute(parse(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("stopped at once; what the last checkpoint holds is safe: continue with resume=auto", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _execute(command: Command) -> int:
+    if command.purpose == "help":
+        return _print(help_text(command.config_dirs))
+    config = compose(command.config_name, command.overrides, command.config_dirs, command.purpose)
+    if command.purpose == "print":
+        return _print(to_yaml(config))
+    if command.purpose == "plan":
+        print_summary(config, Console(highlight=False, soft_wrap=True))
+        return 0
+    from unirl.trainer.ar import ARTrainer  # torch, Megatron and transformers load only now, for a config that is valid
+
+    return ARTrainer(config, to_yaml(config)).fit()
+
+
+def _print(text: str) -> int:
+    try:
+        print(text.rstrip("\n"), flush=True)
+    except BrokenPipeError:  # `... --help | head` has read enough; Python's own flush at exit must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
