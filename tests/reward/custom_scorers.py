@@ -64,6 +64,9 @@ class FailsToStart:
     def __init__(self):
         raise OSError("no model here")
 
+    def score(self, responses, answers):
+        raise AssertionError
+
 
 class NoScore:
     pass

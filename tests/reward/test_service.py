@@ -231,7 +231,7 @@ def test_an_error_of_the_user_is_raised(acting):
         ("tests.reward.custom_scorers.Missing", "expected a class Missing in .*, found nothing"),
         ("tests.reward.custom_scorers.not_a_class", "found a int"),
         ("tests.reward.custom_scorers.NoScore", "no method score"),
-        ("tests.reward.custom_scorers.FailsToStart", "no method score"),
+        ("tests.reward.custom_scorers.FailsToStart", "FailsToStart: OSError: no model here"),
     ],
 )
 def test_a_scorer_that_cannot_be_loaded_is_named(scorer, message):
