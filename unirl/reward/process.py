@@ -47,6 +47,7 @@ class WorkerProcess:
                 start_new_session=True,
             )
         self.scorer = scorer
+        self._parent = os.getpid()
         self.connection = Connection(ours.detach())
         self._lifeline = lifeline
         self.start_deadline = time.monotonic() + START_LIMIT_S
@@ -83,7 +84,10 @@ class WorkerProcess:
             raise WorkerDiedError(f"scorer process {self.pid} ended with exit code {self._process.poll()}") from error
 
     def kill(self) -> None:
-        """End the process and its children at once."""
+        """End the process and its children at once; in a fork of the parent, only let go of them."""
+        if os.getpid() != self._parent:
+            self.close_ends()
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.close_ends()

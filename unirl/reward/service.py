@@ -73,12 +73,18 @@ class RewardService:
             raise
         self._workers[0].become_ready()
 
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Process ids of the scorer processes."""
+        return tuple(worker.process.pid for worker in self._workers)
+
     def score(self, responses: Sequence[str], records: Sequence[Mapping[str, Any]]) -> list[float]:
         """One reward for each response, in order; `records` are the prompt records that the responses answer.
 
         0.0 where the time limit ran out. NaN where there is no verdict: the scorer raised, or its process died twice
         with the answer. Such cases are counted in `stats`, and the first messages are logged.
-        Raises UserError where a record lacks the scorer's answer field. Calls from several threads take turns.
+        Raises UserError where a record lacks the scorer's answer field, or the scorer raises it. Calls from several
+        threads take turns.
         """
         if len(responses) != len(records):
             raise ValueError(f"RewardService.score: found {len(responses)} responses and {len(records)} records")

@@ -1,8 +1,8 @@
 """The scorer process: `python -m unirl.reward.worker SCORER CONNECTION_FD LIFELINE_FD`, started by `WorkerProcess`.
 
 It receives chunks, each a list of (response, answer), and answers with messages, each a tuple:
-("ready", answer_field) or ("refused", message) once; for each chunk ("begun",), then for each of its items in order
-("graded", reward) or ("failed", message).
+("ready", answer_field) once; for each chunk ("begun",), then for each of its items in order ("graded", reward) or
+("failed", message). ("refused", message) at any point is an error that the user must mend.
 """
 
 import fcntl
@@ -71,6 +71,8 @@ def serve(scorer: Scorer, connection: Connection) -> None:
 def grade(scorer: Scorer, response: str, answer: object) -> tuple[str, object]:
     try:
         (reward,) = map(float, scorer.score([response], [answer]))
+    except UserError as error:
+        return "refused", str(error)
     except Exception as error:  # noqa: BLE001 - foreign code: counted and shown by the service, never a silent 0
         return "failed", _describe(error)
     if not math.isfinite(reward):

@@ -1,3 +1,5 @@
+import random
+import re
 import threading
 import time
 
@@ -81,6 +83,15 @@ def test_monstrous_boxes_are_graded_quickly(box):
     assert score(rf"\boxed{{{box}}}", "x+42") == 0.0
     assert score(rf"\boxed{{{box}}}", rf"\pi+{box[:1000]}") == 0.0
     assert time.process_time() - start < 2.0
+
+
+def test_no_malformed_box_raises():
+    source = "".join(text + " " for pair in EQUAL + DIFFERENT for text in pair if len(text) < 200)
+    pieces = [piece for piece in re.split(r"(\\[A-Za-z]+|.)", source) if piece]
+    generator = random.Random(0)
+    for _ in range(3000):
+        box = "".join(generator.choices(pieces, k=generator.randint(1, 16)))
+        assert score(rf"\boxed{{{box}}}", r"\frac{\sqrt{x}}{17}") == 0.0
 
 
 def test_grades_in_many_threads_at_once():

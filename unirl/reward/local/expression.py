@@ -19,7 +19,8 @@ MAX_CHARS = 1000
 MAX_DEPTH = 40
 MAX_DIGITS = 1000
 
-_TOKEN = re.compile(r"\s+|\d+\.\d+|\d+\.(?=\\overline)|\.\d+|\d+|\\[A-Za-z]+|\\.|.", re.DOTALL)
+_TOKEN = re.compile(r"\s+|\d+\.\d+|\d+\.(?=\\overline)|\.\d+|\d+|\\[A-Za-z]+|\\.|.", re.DOTALL | re.ASCII)
+_NUMBER = re.compile(r"\d+\.?\d*|\.\d+", re.ASCII)
 _WORD = re.compile(r"[A-Za-z]{3,}")
 _GREEK = frozenset(
     f"\\{name}" for name in (
@@ -176,7 +177,7 @@ class _Parser:
         token = self.take()
         if token == "\\text":
             token = self.letter_in_text()
-        if token[0].isdigit() or token[0] == ".":
+        if _NUMBER.fullmatch(token):
             return self.number(token)
         if token in _BRACKETS:
             return self.bracket(token)
@@ -217,7 +218,7 @@ class _Parser:
         self.take("{")
         period = self.take()
         self.take("}")
-        if not period.isdigit() or len(period) > MAX_DIGITS:
+        if not re.fullmatch("[0-9]+", period) or len(period) > MAX_DIGITS:
             raise NotAnExpressionError
         decimals = len(token) - token.index(".") - 1
         return ("number", Fraction(token) + Fraction(int(period), (10 ** len(period) - 1) * 10**decimals))
@@ -241,7 +242,7 @@ class _Parser:
     def argument(self) -> Node:
         r"""An argument of \frac, \sqrt or \binom: a group, or else one digit, letter or command, as TeX takes it."""
         token = self.peek()
-        if token is not None and token.isdigit() and len(token) > 1:
+        if token is not None and len(token) > 1 and re.fullmatch("[0-9]+", token):
             self.tokens[self.position : self.position + 1] = [token[0], token[1:]]
         return self.nested(self.atom)
 

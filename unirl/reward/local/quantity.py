@@ -32,6 +32,7 @@ _SHORT_UNITS = {
     "mi": "mile", "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound", "oz": "ounce", "ml": "milliliter",
     "l": "liter", "s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "inches": "inch",
     "feet": "foot", "mph": "mile/hour", "kmh": "kilometer/hour", "deg": "degree", "usd": "dollar",
+    "n": "newton", "j": "joule", "w": "watt", "v": "volt", "k": "kelvin",
 }  # fmt: skip
 
 
@@ -100,6 +101,8 @@ def _read_words(words: str, power: str | None) -> tuple[str, int] | None:
     parts = words.lower().strip(" .").split()
     if not parts or not _WORDS.fullmatch(" ".join(parts)) or len(parts) > 4 or _NO_UNIT & set(parts):
         return None
+    if any(len(part) == 1 and part not in _SHORT_UNITS for part in parts):
+        return None  # A variable.
     scale = 1
     while parts and parts[0] in _MULTIPLIERS:
         scale *= _MULTIPLIERS[parts.pop(0)]

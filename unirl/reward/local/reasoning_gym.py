@@ -11,18 +11,16 @@ from unirl.reward.local.boxed import last_boxed
 
 
 class ReasoningGymRewardScorer:
-    r"""The grade that the problem's own verifier in reasoning-gym gives to the last balanced `\boxed{...}`.
+    r"""1.0 where the problem's own verifier gives the last balanced `\boxed{...}` full marks, else 0.0.
 
-    The answer must be in a box: without one the reward is 0.0. Most families give 1.0 or a small consolation (0.01 to
-    0.1) for an answer of the right form; `score` pays the library's grade only where it is graded in earnest: grades
-    below `MIN_GRADE` become 0.0. https://github.com/open-thought/reasoning-gym
+    Partial grades are not paid: most families give some for an answer of the right form, or for a wrong one that
+    contains the right digits (112 for 12). https://github.com/open-thought/reasoning-gym
     """
 
     answer_field = None
-    MIN_GRADE = 0.2
 
     def score(self, responses: list[str], answers: list[dict[str, Any]]) -> list[float]:
-        """Grades in [0, 1]; `answers` are whole prompt records of data.kind=reasoning_gym.
+        """One of 0.0 and 1.0 for each response; `answers` are whole prompt records of data.kind=reasoning_gym.
 
         Raises UserError for a record without the library's task; errors of a family's verifier pass through.
         """
@@ -32,15 +30,14 @@ class ReasoningGymRewardScorer:
         task = record.get("task")
         if not isinstance(task, dict) or not {"family", "params", "answer"} <= task.keys():
             raise UserError(
-                "reward.scorer=reasoning_gym: the prompt's record has no reasoning_gym task: use data.kind=reasoning_gym"
+                "reward.scorer=reasoning_gym: a prompt's record has no reasoning_gym task: use data.kind=reasoning_gym"
             )
         found = last_boxed(response)
         if found is None or not found.strip():
             return 0.0
         entry = {"question": record["prompt"], "answer": task["answer"], "metadata": record["metadata"]}
         verifier = _verifier(task["family"], json.dumps(task["params"]))
-        grade = float(verifier.score_answer(found.strip(), entry))
-        return grade if grade >= self.MIN_GRADE else 0.0
+        return float(verifier.score_answer(found.strip(), entry) >= 1.0)
 
 
 @functools.cache
