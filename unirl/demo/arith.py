@@ -108,7 +108,7 @@ def _warm_start(
     ]
     for tutor, steps, optimizers in (
         (Tutor(careful_share=0.9), careful_steps, matrix_optimizers(model, lr=6e-3, matrix_lr=0.03)),
-        (Tutor(careful_share=0.06), lazy_steps, [adamw(model.parameters(), lr=1e-3)]),
+        (Tutor(careful_share=0.08), lazy_steps, [adamw(model.parameters(), lr=1e-3)]),
     ):
         imitate(model, optimizers, _demonstrations(problems, tutor, tokenizer, rng), steps, on_step)
 
