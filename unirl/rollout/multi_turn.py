@@ -238,10 +238,7 @@ def _pack(episodes: Sequence[_Episode], first_sample_id: int) -> Part:
 def _report_errors(episodes: Sequence[_Episode]) -> None:
     errors = [episode.error for episode in episodes if episode.error]
     if errors:
-        shown = list(dict.fromkeys(errors))[:SHOWN_ERRORS]
+        shown = "; ".join(list(dict.fromkeys(errors))[:SHOWN_ERRORS])
         logger.warning(
-            "%d of %d episodes were aborted and are left out of training: %s",
-            len(errors),
-            len(episodes),
-            "; ".join(shown),
+            "%d of %d episodes were aborted and are left out of training: %s", len(errors), len(episodes), shown
         )
