@@ -44,7 +44,7 @@ def _topology(config: TrainConfig, geometry: Geometry) -> dict[str, str]:
 def _batch(config: TrainConfig, geometry: Geometry) -> dict[str, str]:
     sampling = config.sampling
     return {
-        "prompts per iteration": f"{geometry.prompts}",
+        "prompts per iteration": _prompts(config, geometry),
         "samples per iteration": f"{geometry.samples} ({geometry.prompts} prompts x {sampling.num_samples} samples)",
         "samples per DP rank": f"{geometry.samples_per_dp_rank}",
         "longest sample": (
@@ -59,6 +59,18 @@ def _batch(config: TrainConfig, geometry: Geometry) -> dict[str, str]:
             f"{config.optimizer.lr:g}, {config.optimizer.schedule}, {config.optimizer.warmup_steps} warm-up steps"
         ),
     }
+
+
+def _prompts(config: TrainConfig, geometry: Geometry) -> str:
+    algorithm = config.algorithm
+    if algorithm.dynamic_filter is None:
+        return f"{geometry.prompts}"
+    if algorithm.dynamic_bs:
+        return f"{geometry.prompts} sampled, those kept by {algorithm.dynamic_filter} trained on"
+    return (
+        f"{geometry.prompts} kept, up to {geometry.max_prompts_drawn} sampled "
+        f"({algorithm.dynamic_filter}, at most {algorithm.max_sampling_rounds} rounds)"
+    )
 
 
 def _evaluation(config: TrainConfig) -> dict[str, str]:

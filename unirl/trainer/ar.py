@@ -18,6 +18,7 @@ from unirl.train.stack import TrainStack
 from unirl.trainer.advantages import estimate_advantages
 from unirl.trainer.collect import Collector
 from unirl.trainer.evaluate import evaluate
+from unirl.trainer.group_filter import load_group_filter
 from unirl.trainer.interrupt import StopRequested, StopSignal
 from unirl.trainer.report import batch_metrics, readable_samples
 from unirl.trainer.setup import load_data, make_actor, make_engine, make_reward, prepare_model
@@ -32,6 +33,7 @@ class TrainerState:
     prompts: str
     """Fingerprint of the training prompts: the sampler's position means nothing among others."""
     iteration: int = 0
+    next_sample_id: int = 0
     unwritten: dict[str, Any] | None = None
     """Metrics of an iteration that has trained but whose evaluation and line in metrics.jsonl are still to come."""
 
@@ -48,6 +50,7 @@ class ARTrainer:
         self.checkpoints = CheckpointStore(self.run.checkpoints_path, keep=config.checkpoint.keep)
         self.display = RunDisplay(config.num_iterations)
         self.stop = StopSignal()
+        group_filter = load_group_filter(config.algorithm.dynamic_filter)
         prepare_model(config.model, self.display.message)
         data = load_data(config, self.display.message)
         self.tokenizer, self.train_prompts, self.eval_prompts = data.tokenizer, data.train, data.heldout
@@ -63,7 +66,7 @@ class ARTrainer:
             self.engine = make_engine(config)
             resources.callback(self.engine.close)
             self._resources = resources.pop_all()
-        self.collector = Collector(config, data, self.engine, self.reward)
+        self.collector = Collector(config, data, self.engine, self.reward, group_filter)
         algorithm = make_algorithm(config.algorithm)
         self.stack = TrainStack(
             self.actor, algorithm, config.stack, allow_multi_update=config.algorithm.allow_multi_update
@@ -96,7 +99,7 @@ class ARTrainer:
     def _train_iteration(self) -> None:
         config, iteration, started = self.config, self.state.iteration, time.perf_counter()
         with self.stop.abandonable():
-            batch = self.collector.collect(iteration, self.display)
+            batch = self.collector.collect(iteration, self.state.next_sample_id, self.display)
             part = estimate_advantages(batch.part, config.algorithm)
         with self.display.phase("train") as train:
             update = self.stack.train_track(part)
@@ -105,16 +108,22 @@ class ARTrainer:
 
         metrics = {
             **batch.metrics,
-            **batch_metrics(part),
+            **batch_metrics(batch.drawn, part),
             **update,
             **batch.seconds,
             "time/train": train.seconds,
             "time/sync": sync.seconds,
             "time/iteration": time.perf_counter() - started,
         }
-        metrics["tokens_per_second"] = part.text.tokens.numel() / metrics["time/iteration"]
-        self._write_samples(iteration + 1, part)
-        self.state = TrainerState(self.sampler.state_dict(), self.state.prompts, iteration + 1, metrics)
+        metrics["tokens_per_second"] = batch.drawn.text.tokens.numel() / metrics["time/iteration"]
+        self._write_samples(iteration + 1, batch.drawn)
+        self.state = TrainerState(
+            self.sampler.state_dict(),
+            self.state.prompts,
+            iteration + 1,
+            next_sample_id=self.state.next_sample_id + len(batch.drawn),
+            unwritten=metrics,
+        )
 
     def _finish_iteration(self) -> None:
         """Evaluate where it is due, write the iteration's line, save where it is due."""
