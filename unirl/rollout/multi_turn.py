@@ -37,7 +37,7 @@ class EpisodeLimits:
 
 
 class MultiTurnWorkflow:
-    """Runs episodes against environments; called like `single_turn` behind its engine.
+    """Runs episodes against environments; a `Workflow`.
 
     All live episodes take their turn in one `RolloutEngine.generate`. The context of a turn is the exact token ids of
     the episode so far and those of the observation, see `ChatContinuation`: nothing sampled is tokenised again.
@@ -73,6 +73,7 @@ class MultiTurnWorkflow:
         iteration: int,
         num_samples: int,
         first_sample_id: int,
+        first_position: int = 0,
         on_progress: ProgressCallback | None = None,
     ) -> Part:
         """`num_samples` episodes of each prompt, one sample each, with `rewards` and `turn_rewards`.
@@ -81,7 +82,11 @@ class MultiTurnWorkflow:
         what a single-turn sample draws. `on_progress` hears of finished episodes.
         """
         episodes = [
-            _Episode(prompt, first_sample_id + position * num_samples, sample_seed(seed, iteration, position, sample))
+            _Episode(
+                prompt,
+                group_id=first_sample_id + position * num_samples,
+                seed=sample_seed(seed, iteration, first_position + position, sample),
+            )
             for position, prompt in enumerate(prompts)
             for sample in range(num_samples)
         ]

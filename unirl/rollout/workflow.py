@@ -20,6 +20,23 @@ class Prompt(Protocol):
     def record(self) -> dict[str, Any]: ...
 
 
+class Workflow(Protocol):
+    """From prompts to a `Part`, one sample each, see `single_turn`. A `Part` with `rewards` needs no grading."""
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        params: SamplingParams,
+        seed: int,
+        iteration: int,
+        num_samples: int,
+        first_sample_id: int,
+        first_position: int = 0,
+        on_progress: ProgressCallback | None = None,
+    ) -> Part: ...
+
+
 def single_turn(
     engine: RolloutEngine,
     prompts: Sequence[Prompt],

@@ -79,6 +79,13 @@ class TextSegment:
         return self.sum_by_sample(self.loss_mask.long())
 
     @property
+    def prompt_lengths(self) -> torch.Tensor:
+        """[N] int64: tokens of each sample that stand before its first generated one."""
+        generated = self.loss_mask.long().cumsum(0)  # up to the token itself
+        before_sample = torch.cat([generated.new_zeros(1), generated])[self.cu_seqlens[:-1]]
+        return self.sum_by_sample((generated == before_sample[self.token_sample_index]).long())
+
+    @property
     def token_sample_index(self) -> torch.Tensor:
         """[T] int64: position (0..N-1) of the sample that a token belongs to."""
         return torch.repeat_interleave(torch.arange(self.lengths.numel()), self.lengths)
