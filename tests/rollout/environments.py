@@ -20,12 +20,16 @@ class Counter:
         return StepResult(reward=letters / 10, done=len(self.seen) == self.turns, observation=observation)
 
 
-class RaisesOnOdd(Counter):
-    """Breaks on a response of odd length."""
+class Fragile(Counter):
+    """Breaks on a response whose length `fails_on` divides."""
+
+    def __init__(self, fails_on: int, turns: int = 3):
+        super().__init__(turns)
+        self.fails_on = fails_on
 
     def step(self, response):
-        if len(response) % 2:
-            raise RuntimeError("odd length")
+        if len(response) % self.fails_on == 0:
+            raise RuntimeError("bad length")
         return super().step(response)
 
 

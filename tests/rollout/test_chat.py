@@ -72,10 +72,12 @@ def test_turn_by_turn_equals_the_whole_conversation(template):
 def test_messages_behind_a_prompt():
     chat, tokenizer = continuation(CHAT_TEMPLATE)
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    texts = [
-        tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in (messages[:1], messages)
-    ]
-    first, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+
+    def ids(conversation):
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    first, both = ids(messages[:1]), ids(messages)
     assert chat.after_prompt(first, messages[1:]) == both
     with pytest.raises(UserError, match="did not end this prompt with its generation prompt"):
         chat.after_prompt(first[:-1], messages[1:])

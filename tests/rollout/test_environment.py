@@ -26,7 +26,7 @@ def test_each_episode_has_an_environment_of_its_own():
         (
             "tests.rollout.environments.Missing",
             {},
-            "expected a class Missing in tests.rollout.environments, found NoneType",
+            "expected a class Missing in .*, found NoneType",
         ),
         ("types.SimpleNamespace", {}, "has no method reset and no step"),
         ("calculator", {"cost": 1}, "rollout.environment_args={'cost': 1}: .*unexpected keyword argument 'cost'"),

@@ -1,8 +1,8 @@
 r"""The base model of the multi-turn example: it can use a calculator over several turns and mostly guesses at once.
 
-Its task is reasoning-gym's `chain_sum` with numbers of two digits, against the environment `calculator`. Like the model of
-`unirl.demo.arith` it first imitates careful work (a call for each operation, then the answer) and then a lazy tutor who
-guesses the answer in the first turn. What the calculator says is never a target.
+Its task is reasoning-gym's `chain_sum` with numbers of two digits, against the environment `calculator`. Like the
+model of `unirl.demo.arith` it first imitates careful work (a call for each operation, then the answer) and then a lazy
+tutor who guesses the answer in the first turn. What the calculator says is never a target.
 """
 
 import random
