@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import os
 import shlex
 import shutil
 import sys
@@ -95,9 +94,6 @@ def unused(prefix: str) -> str:
 def run(demo: Demo, config: TrainConfig, overrides: Sequence[str]) -> int:
     """Say what will happen, train with the user's own command, show the result."""
     console = Console(highlight=False, soft_wrap=True)
-    if demo is TINY:
-        # Matrices this small gain nothing from a second thread. torch reads this when it is first imported.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
     command = [f"--config-name={demo.recipe}", *overrides]
     console.print(demo.before, markup=False)
     console.print(f"\nThe command is: {python()} -m unirl.train_ar {shlex.join(command)}\n", markup=False)
