@@ -46,11 +46,11 @@ class ARTrainer:
 
     def __init__(self, config: TrainConfig, config_yaml: str):
         self.config = config
+        group_filter = load_group_filter(config.algorithm.dynamic_filter)
         self.run = RunDirectory(config.run_dir, resume=config.resume)
         self.checkpoints = CheckpointStore(self.run.checkpoints_path, keep=config.checkpoint.keep)
         self.display = RunDisplay(config.num_iterations)
         self.stop = StopSignal()
-        group_filter = load_group_filter(config.algorithm.dynamic_filter)
         prepare_model(config.model, self.display.message)
         data = load_data(config, self.display.message)
         self.tokenizer, self.train_prompts, self.eval_prompts = data.tokenizer, data.train, data.heldout
