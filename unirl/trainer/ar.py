@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from unirl.algorithms import make_algorithm
 from unirl.config.schema import TrainConfig
 from unirl.errors import UserError
@@ -47,6 +49,8 @@ class ARTrainer:
     def __init__(self, config: TrainConfig, config_yaml: str):
         self.config = config
         group_filter = load_group_filter(config.algorithm.dynamic_filter)
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
         self.run = RunDirectory(config.run_dir, resume=config.resume)
         self.checkpoints = CheckpointStore(self.run.checkpoints_path, keep=config.checkpoint.keep)
         self.display = RunDisplay(config.num_iterations)
