@@ -16,6 +16,7 @@ PRESETS = sorted(path.stem for path in (EXAMPLES / "algorithm").glob("*.yaml"))
 NORMS = {
     "cispo": ("batch", "batch"),
     "dapo": ("batch", "batch"),
+    "dapo_dynamic_bs": ("batch", "batch"),
     "dppo": ("group", None),
     "dr_grpo": ("group", None),
     "drpo": ("group", None),

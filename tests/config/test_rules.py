@@ -55,6 +55,21 @@ BROKEN = {
         "stack.num_updates_per_batch",
         "algorithm.allow_multi_update=true for disjoint mini-batches",
     ),
+    "filter_is_known": (
+        ["algorithm.dynamic_filter=zero_variance"],
+        "algorithm.dynamic_filter",
+        "found 'zero_variance', expected one of nonzero_variance, the dotted path of a callable, or null",
+    ),
+    "filter_has_rewards_to_compare": (
+        ["algorithm.dynamic_filter=nonzero_variance", "sampling.num_samples=1"],
+        "algorithm.dynamic_filter",
+        "use 2 or more samples",
+    ),
+    "dynamic_batch_has_a_filter": (
+        ["algorithm.dynamic_bs=true"],
+        "algorithm.dynamic_bs",
+        "without algorithm.dynamic_filter all groups are kept",
+    ),
     "penalty_zone_fits": (
         ["reward.truncated_reward=soft", "reward.overlong_tokens=64"],
         "reward.overlong_tokens",
@@ -161,6 +176,8 @@ def test_other_ways_to_break_a_rule(overrides, problem, small):
         ["reward.scorer=package.module.Scorer"],
         ["stack.micro_batch_tokens=1088"],
         ["sampling.top_k=0"],
+        ["algorithm.dynamic_filter=package.module.judge", "sampling.num_samples=1"],
+        ["algorithm.dynamic_filter=nonzero_variance", "algorithm.dynamic_bs=true"],
         ["algorithm.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.horizon=${sampling.max_new_tokens}"],
     ],
 )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         required_inputs,
     )
     from unirl.algorithms.drpo import DRPO
+    from unirl.algorithms.group_filter import rewards_differ
     from unirl.algorithms.loss import PolicyLossOutput, policy_loss, policy_loss_derivative
     from unirl.algorithms.metrics import Metric, merge_metrics
     from unirl.algorithms.norm import normalize
@@ -42,6 +43,7 @@ _HOMES = {
         "required_inputs",
     ),
     "drpo": ("DRPO",),
+    "group_filter": ("rewards_differ",),
     "loss": ("PolicyLossOutput", "policy_loss", "policy_loss_derivative"),
     "metrics": ("Metric", "merge_metrics"),
     "norm": ("normalize",),
@@ -72,6 +74,7 @@ __all__ = [
     "policy_loss",
     "policy_loss_derivative",
     "required_inputs",
+    "rewards_differ",
     "step_advantages",
 ]
 

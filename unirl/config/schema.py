@@ -13,6 +13,9 @@ from unirl.utils.keys import key
 SCORERS = ("math_boxed", "math_verify", "reasoning_gym")
 """Built-in scorers, by the name that reward.scorer takes."""
 
+GROUP_FILTERS = ("nonzero_variance",)
+"""Built-in group filters, by the name that algorithm.dynamic_filter takes."""
+
 
 @dataclass
 class ModelConfig:
@@ -104,6 +107,19 @@ class AlgorithmConfig(PolicyLossConfig):
         factory=lambda: NormConfig(mean_level="group", std_level=None), doc="How rewards become advantages."
     )
     reward_norm: NormConfig | None = key(None, "Normalisation of rewards before that; null: none.")
+    dynamic_filter: str | None = key(
+        None,
+        f"Train only on groups that this keeps: {', '.join(GROUP_FILTERS)} (rewards that are not all equal), or the "
+        "dotted path of a callable(group: Part) -> bool; null keeps all.",
+    )
+    dynamic_bs: bool = key(
+        False,
+        "Draw batch_size prompts once and train on the groups that the filter leaves; false draws more prompts until "
+        "batch_size groups are kept.",
+    )
+    max_sampling_rounds: int = key(
+        10, "Rounds of at most batch_size prompts drawn in an iteration to fill the batch (dynamic_bs false).", ge=1
+    )
     kl_ctl: float = key(0.0, "Weight of the KL to the reference policy in the reward.", ge=0)
     success_filter: bool = key(False, "Train on samples with a reward > 0 only (RAFT++).")
     allow_multi_update: bool = key(

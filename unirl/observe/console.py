@@ -10,6 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 _SHOWN = {
     "reward/mean": ("reward", ".3f"),
+    "sampling/rounds": ("rounds", ".0f"),
+    "sampling/trained_groups": ("groups", ".0f"),
+    "filtered_fraction": ("filtered", ".2f"),
     "response/length_mean": ("length", ".1f"),
     "loss": ("loss", ".4f"),
     "grad_norm": ("grad_norm", ".3f"),

@@ -21,6 +21,7 @@ from unirl.train.stack import TrainStack
 from unirl.trainer.advantages import advantage_metrics, estimate_advantages
 from unirl.trainer.collect import Collector
 from unirl.trainer.evaluate import evaluate
+from unirl.trainer.group_filter import load_group_filter
 from unirl.trainer.interrupt import StopRequested, StopSignal
 from unirl.trainer.report import batch_metrics, readable_samples
 from unirl.trainer.setup import load_data, make_actor, make_engine, make_reference, make_reward, prepare_model
@@ -35,6 +36,7 @@ class TrainerState:
     prompts: str
     """Fingerprint of the training prompts: the sampler's position means nothing among others."""
     iteration: int = 0
+    next_sample_id: int = 0
     unwritten: dict[str, Any] | None = None
     """Metrics of an iteration that has trained but whose evaluation and line in metrics.jsonl are still to come."""
 
@@ -47,6 +49,7 @@ class ARTrainer:
 
     def __init__(self, config: TrainConfig, config_yaml: str):
         self.config = config
+        group_filter = load_group_filter(config.algorithm.dynamic_filter)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.run = RunDirectory(config.run_dir, resume=config.resume)
@@ -71,7 +74,7 @@ class ARTrainer:
             self.engine = make_engine(config)
             resources.callback(self.engine.close)
             self._resources = resources.pop_all()
-        self.collector = Collector(config, data, self.engine, self.reward)
+        self.collector = Collector(config, data, self.engine, self.reward, group_filter)
         algorithm = make_algorithm(config.algorithm)
         self.stack = TrainStack(
             self.actor, algorithm, config.stack, allow_multi_update=config.algorithm.allow_multi_update
@@ -104,7 +107,7 @@ class ARTrainer:
     def _train_iteration(self) -> None:
         config, iteration, started = self.config, self.state.iteration, time.perf_counter()
         with self.stop.abandonable():
-            batch = self.collector.collect(iteration, self.display)
+            batch = self.collector.collect(iteration, self.state.next_sample_id, self.display)
             with self.display.phase("reference") as reference:
                 part = self._with_reference(batch.part)
             part = estimate_advantages(part, config.algorithm)
@@ -115,7 +118,7 @@ class ARTrainer:
 
         metrics = {
             **batch.metrics,
-            **batch_metrics(part),
+            **batch_metrics(batch.drawn),
             **advantage_metrics(part, config.algorithm),
             **update,
             **batch.seconds,
@@ -124,9 +127,15 @@ class ARTrainer:
             "time/sync": sync.seconds,
             "time/iteration": time.perf_counter() - started,
         }
-        metrics["tokens_per_second"] = part.text.tokens.numel() / metrics["time/iteration"]
-        self._write_samples(iteration + 1, part)
-        self.state = TrainerState(self.sampler.state_dict(), self.state.prompts, iteration + 1, metrics)
+        metrics["tokens_per_second"] = batch.drawn.text.tokens.numel() / metrics["time/iteration"]
+        self._write_samples(iteration + 1, batch.drawn)
+        self.state = TrainerState(
+            self.sampler.state_dict(),
+            self.state.prompts,
+            iteration + 1,
+            next_sample_id=self.state.next_sample_id + len(batch.drawn),
+            unwritten=metrics,
+        )
 
     def _with_reference(self, part: Part) -> Part:
         """The part with the reference policy's log-probs, where there is one."""

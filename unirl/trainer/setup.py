@@ -1,6 +1,5 @@
 """Makes the parts of a run from its config."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from unirl.rollout.engine import RolloutEngine
 from unirl.rollout.native import NativeRolloutEngine
 from unirl.train.megatron.actor import MegatronActor
 from unirl.train.megatron.policy import MegatronPolicy
+from unirl.utils.dotted import load_callable
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,7 @@ def prepare_model(config: ModelConfig, say: Callable[[str], None]) -> None:
     if config.maker is None or Path(config.path).exists():
         return
     say(f"{config.path} does not exist: making it with {config.maker}")
-    module, _, name = config.maker.rpartition(".")
-    try:
-        maker = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"model.maker={config.maker}: {error}; expected the dotted path of a callable(path)") from error
-    maker(config.path)
+    load_callable("model.maker", config.maker, "(path)")(config.path)
 
 
 def load_data(config: TrainConfig, say: Callable[[str], None]) -> Data:
