@@ -17,8 +17,11 @@ if TYPE_CHECKING:
         PolicyLossConfig,
         RejectionConfig,
         StepAdvantageConfig,
+        ValueLossConfig,
+        gae_config_problems,
         loss_config_problems,
         required_inputs,
+        value_loss_config_problems,
     )
     from unirl.algorithms.drpo import DRPO
     from unirl.algorithms.loss import PolicyLossOutput, policy_loss, policy_loss_derivative
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from unirl.algorithms.norm import normalize
     from unirl.algorithms.ppo import PPO
     from unirl.algorithms.shaping import overlong_penalty, step_advantages
+    from unirl.algorithms.value import ValueLossOutput, value_loss, value_loss_derivative, value_statistics
 
 _HOMES = {
     "advantage": ("gae",),
@@ -38,8 +42,11 @@ _HOMES = {
         "PolicyLossConfig",
         "RejectionConfig",
         "StepAdvantageConfig",
+        "ValueLossConfig",
+        "gae_config_problems",
         "loss_config_problems",
         "required_inputs",
+        "value_loss_config_problems",
     ),
     "drpo": ("DRPO",),
     "loss": ("PolicyLossOutput", "policy_loss", "policy_loss_derivative"),
@@ -47,6 +54,7 @@ _HOMES = {
     "norm": ("normalize",),
     "ppo": ("PPO",),
     "shaping": ("overlong_penalty", "step_advantages"),
+    "value": ("ValueLossOutput", "value_loss", "value_loss_derivative", "value_statistics"),
 }
 
 __all__ = [
@@ -62,8 +70,11 @@ __all__ = [
     "PolicyLossOutput",
     "RejectionConfig",
     "StepAdvantageConfig",
+    "ValueLossConfig",
+    "ValueLossOutput",
     "count_denominators",
     "gae",
+    "gae_config_problems",
     "loss_config_problems",
     "make_algorithm",
     "merge_metrics",
@@ -73,6 +84,10 @@ __all__ = [
     "policy_loss_derivative",
     "required_inputs",
     "step_advantages",
+    "value_loss",
+    "value_loss_config_problems",
+    "value_loss_derivative",
+    "value_statistics",
 ]
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from unirl.algorithms.config import GAEConfig
+from unirl.algorithms.config import GAEConfig, gae_config_problems
 from unirl.algorithms.packed import Packing
-from unirl.algorithms.validation import as_config, key_problems
+from unirl.algorithms.validation import as_config
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def gae(
     Raises ValueError on a config that breaks its rules, shapes that do not fit, or turn ids that cannot be.
     """
     config = as_config(GAEConfig, config)
-    if problems := key_problems(config):
+    if problems := gae_config_problems(config):
         raise ValueError(f"gae: {'; '.join(problems)}")
     mask = loss_mask.bool()
     packing = Packing.from_cu_seqlens(cu_seqlens, mask.numel())
@@ -153,12 +153,10 @@ def _lambda_function(name: str) -> Callable[..., float]:
     if name in _BUILT_IN_LAMBDAS:
         return _BUILT_IN_LAMBDAS[name]
     module, _, attribute = name.rpartition(".")
-    if not module:
-        raise ValueError(
-            f"gae_lambda: found {name!r}, expected a number, one of {', '.join(_BUILT_IN_LAMBDAS)}, "
-            "or the dotted path of a callable(num_steps, **gae_lambda_kwargs)"
-        )
-    return getattr(import_module(module), attribute)
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"gae_lambda: {name} cannot be imported: {error}") from error
 
 
 def _check_shapes(by_token: dict[str, torch.Tensor], num_tokens: int, truncated: torch.Tensor, num: int) -> None:

@@ -6,6 +6,11 @@ from typing import Any
 from unirl.algorithms.validation import key_problems
 from unirl.utils.keys import key
 
+GAE_LAMBDAS = {"vapo_length_adaptive": "alpha", "relative_position": "q"}
+"""Built-in lambdas by name, and the argument that each takes."""
+
+AGGREGATION_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
 
 @dataclass
 class NormConfig:
@@ -69,7 +74,7 @@ class PolicyLossConfig:
     loss_agg_mode: str = key(
         "token-mean",
         "How token losses become one number.",
-        choices=["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+        choices=AGGREGATION_MODES,
     )
     horizon: int | None = key(
         None, "Constant that divides a sequence's sum (seq-mean-token-sum-norm), usually sampling.max_new_tokens.", gt=0
@@ -77,6 +82,17 @@ class PolicyLossConfig:
     entropy_coef: float = key(0.0, "Weight of the entropy bonus.", ge=0)
     kl_coef: float = key(0.0, "Weight of the KL to the reference policy in the loss.", ge=0)
     kl_estimator: str = key("k3", "Estimator of that KL.", choices=["k1", "k2", "k3"])
+
+
+@dataclass
+class ValueLossConfig:
+    """The loss of a critic."""
+
+    value_clip: float | None = key(
+        0.5, "A value's loss stops falling once it has moved so far from the old value; null: no clipping.", gt=0
+    )
+    loss_agg_mode: str = key("token-mean", "How token losses become one number.", choices=AGGREGATION_MODES)
+    horizon: int | None = key(None, "Constant that divides a sequence's sum (seq-mean-token-sum-norm).", gt=0)
 
 
 @dataclass
@@ -113,10 +129,7 @@ def loss_config_problems(config: PolicyLossConfig) -> list[str]:
     # The config of a trainer's algorithm has further keys, which are not this function's to judge.
     if problems := key_problems(config, fields(PolicyLossConfig)):
         return problems
-    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.horizon is None:
-        problems.append(
-            "horizon: found null, expected a number > 0: loss_agg_mode seq-mean-token-sum-norm divides by it"
-        )
+    problems += _aggregation_problems(config)
     if config.loss == "cispo":
         if not config.eps_clip_higher:
             problems.append(
@@ -134,6 +147,37 @@ def loss_config_problems(config: PolicyLossConfig) -> list[str]:
             )
         problems += _rejection_problems(config.rejection_sampling)
     return problems
+
+
+def value_loss_config_problems(config: ValueLossConfig) -> list[str]:
+    """The same for the config of a critic's loss."""
+    return key_problems(config, fields(ValueLossConfig)) or _aggregation_problems(config)
+
+
+def gae_config_problems(config: GAEConfig) -> list[str]:
+    """The same for the config of the advantage estimation; a dotted path is not imported."""
+    if problems := key_problems(config):
+        return problems
+    name, found = config.gae_lambda, set(config.gae_lambda_kwargs)
+    if not isinstance(name, str):
+        if not 0 <= name <= 1:
+            return [f"gae_lambda: found {name}, expected a number from 0 to 1, or a name"]
+        return [f"gae_lambda_kwargs: found {sorted(found)}, but the lambda is a number: leave them out"] if found else []
+    if name in GAE_LAMBDAS:
+        expected = {GAE_LAMBDAS[name]}
+        return [] if found == expected else [f"gae_lambda_kwargs: found {sorted(found)}, {name} takes {GAE_LAMBDAS[name]}"]
+    if "." in name:
+        return []
+    return [
+        f"gae_lambda: found {name!r}, expected a number, one of {', '.join(GAE_LAMBDAS)}, or the dotted path of a "
+        "callable(num_steps, **gae_lambda_kwargs)"
+    ]
+
+
+def _aggregation_problems(config: PolicyLossConfig | ValueLossConfig) -> list[str]:
+    if config.loss_agg_mode != "seq-mean-token-sum-norm" or config.horizon is not None:
+        return []
+    return ["horizon: found null, expected a number > 0: loss_agg_mode seq-mean-token-sum-norm divides by it"]
 
 
 def _rejection_problems(rejection: RejectionConfig) -> list[str]:
