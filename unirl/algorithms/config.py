@@ -65,6 +65,11 @@ class PolicyLossConfig:
     importance_sampling_level: str = key(
         "token", "Ratio of each token, or one per sequence: the geometric mean (GSPO).", choices=["token", "sequence"]
     )
+    old_logp_source: str = key(
+        "rollout",
+        "Anchor of the ratio: the rollout's own log-probs, or those of the policy before the update, recomputed.",
+        choices=["rollout", "recompute"],
+    )
     use_decoupled_loss: bool = key(
         False, "Anchor the ratio on the proximal policy and weight tokens by proximal over rollout probability."
     )
@@ -139,6 +144,11 @@ def loss_config_problems(config: PolicyLossConfig) -> list[str]:
             problems.append("importance_sampling_level: loss cispo weights single tokens; set it to token")
     if config.loss == "sapo" and config.use_decoupled_loss:
         problems.append("use_decoupled_loss: loss sapo gates the ratio to the rollout policy; set it to false")
+    if config.use_decoupled_loss and config.old_logp_source == "recompute":
+        problems.append(
+            "old_logp_source: use_decoupled_loss compares recomputed with rollout log-probs and needs both; set it to "
+            "rollout, or use_decoupled_loss to false"
+        )
     if config.rejection_sampling is not None:
         if not config.use_decoupled_loss:
             problems.append(
@@ -158,20 +168,23 @@ def gae_config_problems(config: GAEConfig) -> list[str]:
     """The same for the config of the advantage estimation; a dotted path is not imported."""
     if problems := key_problems(config):
         return problems
-    name, found = config.gae_lambda, set(config.gae_lambda_kwargs)
-    if not isinstance(name, str):
-        if not 0 <= name <= 1:
-            return [f"gae_lambda: found {name}, expected a number from 0 to 1, or a name"]
-        return [f"gae_lambda_kwargs: found {sorted(found)}, but the lambda is a number: leave them out"] if found else []
-    if name in GAE_LAMBDAS:
-        expected = {GAE_LAMBDAS[name]}
-        return [] if found == expected else [f"gae_lambda_kwargs: found {sorted(found)}, {name} takes {GAE_LAMBDAS[name]}"]
-    if "." in name:
-        return []
-    return [
-        f"gae_lambda: found {name!r}, expected a number, one of {', '.join(GAE_LAMBDAS)}, or the dotted path of a "
-        "callable(num_steps, **gae_lambda_kwargs)"
-    ]
+    gae_lambda, arguments = config.gae_lambda, sorted(config.gae_lambda_kwargs)
+    if not isinstance(gae_lambda, str):
+        if not 0 <= gae_lambda <= 1:
+            problems.append(f"gae_lambda: found {gae_lambda}, expected a number from 0 to 1, or a name")
+        if arguments:
+            problems.append(f"gae_lambda_kwargs: found {arguments}, but the lambda is a number; leave them out")
+    elif gae_lambda in GAE_LAMBDAS:
+        if arguments != [GAE_LAMBDAS[gae_lambda]]:
+            problems.append(
+                f"gae_lambda_kwargs: found {arguments}, but {gae_lambda} takes [{GAE_LAMBDAS[gae_lambda]!r}]"
+            )
+    elif "." not in gae_lambda:
+        problems.append(
+            f"gae_lambda: found {gae_lambda!r}, expected a number, one of {', '.join(GAE_LAMBDAS)}, or the dotted path "
+            "of a callable(num_steps, **gae_lambda_kwargs)"
+        )
+    return problems
 
 
 def _aggregation_problems(config: PolicyLossConfig | ValueLossConfig) -> list[str]:
@@ -204,7 +217,7 @@ def _rejection_problems(rejection: RejectionConfig) -> list[str]:
 def required_inputs(config: PolicyLossConfig) -> tuple[str, ...]:
     """Arguments of `policy_loss`, beside the ones that are always there, that this config needs."""
     needs = {
-        "prox_logp": config.use_decoupled_loss,
+        "prox_logp": config.use_decoupled_loss or config.old_logp_source == "recompute",
         "ref_logp": config.kl_coef > 0,
         "entropy": config.entropy_coef > 0,
     }

@@ -2,20 +2,73 @@
 
 from dataclasses import replace
 
+import torch
+
 from unirl import algorithms
 from unirl.config.schema import AlgorithmConfig
-from unirl.types import Part
+from unirl.types import Part, SampleStatus
 
 
 def estimate_advantages(part: Part, config: AlgorithmConfig) -> Part:
-    """The graded `part` with advantages [T]; its rewards stay as they were graded.
+    """The graded `part` with advantages [T], and returns [T] where there is GAE; its rewards stay as they were graded.
 
-    `algorithm.reward_norm` normalises rewards, one per sample, then `algorithm.adv_norm` normalises the result again
-    and spreads it over the sample's generated tokens.
+    `algorithm.reward_norm` normalises rewards, one per sample. Without `algorithm.gae`, `algorithm.adv_norm` normalises
+    the result again, one per sample, and spreads it over the sample's generated tokens. With it, GAE makes an advantage
+    for each generated token from the reward and the critic's values, and `adv_norm` normalises those, see
+    `normalize_tokens`.
     """
-    if config.reward_norm is None:
-        return part.compute_advantages(config.adv_norm)
-    normalized = algorithms.normalize(part.rewards, part.text.group_ids, config.reward_norm)
-    # A sample without a verdict comes out of `normalize` as 0, and must stay one without a verdict.
-    normalized = normalized.where(part.rewards.isfinite(), part.rewards)
-    return replace(part.with_rewards(normalized).compute_advantages(config.adv_norm), rewards=part.rewards)
+    rewards = part.rewards
+    if config.reward_norm is not None:
+        normalized = algorithms.normalize(rewards, part.text.group_ids, config.reward_norm)
+        # A sample without a verdict comes out of `normalize` as 0, and must stay one without a verdict.
+        rewards = normalized.where(rewards.isfinite(), rewards)
+    if config.gae is None:
+        return replace(part.with_rewards(rewards).compute_advantages(config.adv_norm), rewards=part.rewards)
+    kl_rewards = torch.zeros_like(part.text.log_probs)
+    advantages, returns = token_advantages(part, rewards, kl_rewards, config.gae)
+    return replace(part, advantages=normalize_tokens(part, advantages, config.adv_norm), returns=returns)
+
+
+def token_advantages(
+    part: Part, rewards: torch.Tensor, kl_rewards: torch.Tensor, config: algorithms.GAEConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rewards [N], kl_rewards [T] -> advantages [T], returns [T] by GAE over the generated tokens of each sample.
+
+    A sample's reward is paid with its last generated token. A sample that was cut off, truncated or aborted, bootstraps
+    from its last value. Without `part.values` every value is 0. A sample whose reward is not finite has advantages and
+    returns that are not: it is left out of training.
+    """
+    text = part.text
+    return algorithms.gae(
+        config,
+        task_rewards=_at_last_generated_token(part, rewards),
+        kl_rewards=kl_rewards,
+        values=torch.zeros_like(text.log_probs) if part.values is None else part.values,
+        loss_mask=text.loss_mask,
+        turn_ids=text.turn_ids,
+        cu_seqlens=text.cu_seqlens,
+        truncated=text.status != SampleStatus.COMPLETED,
+    )
+
+
+def normalize_tokens(part: Part, advantages: torch.Tensor, config: algorithms.NormConfig) -> torch.Tensor:
+    """advantages [T] -> [T], normalised over the generated tokens of the batch, or of the group of their sample.
+
+    Each token counts once, so that longer samples weigh more. What is not finite gives 0 and enters no statistic.
+    """
+    mask = part.text.loss_mask
+    group_ids = part.text.group_ids[part.text.token_sample_index]
+    normalized = torch.zeros_like(advantages)
+    normalized[mask] = algorithms.normalize(advantages[mask], group_ids[mask], config)
+    return normalized
+
+
+def _at_last_generated_token(part: Part, rewards: torch.Tensor) -> torch.Tensor:
+    """rewards [N] -> [T]: 0 but at the last generated token of each sample; a sample without one is left out."""
+    generated = part.text.loss_mask.nonzero().flatten()
+    sample = part.text.token_sample_index[generated]
+    is_last = torch.ones_like(sample, dtype=torch.bool)
+    is_last[:-1] = sample[1:] != sample[:-1]
+    by_token = torch.zeros_like(part.text.log_probs)
+    by_token[generated[is_last]] = rewards[sample[is_last]]
+    return by_token

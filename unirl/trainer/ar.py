@@ -14,13 +14,16 @@ from unirl.observe.run_dir import RunDirectory
 from unirl.observe.trackers import make_trackers
 from unirl.sync import InProcessSync
 from unirl.train.checkpoint import CheckpointStore
+from unirl.train.critic import CriticTrainer
+from unirl.train.megatron.actor import MegatronActor
+from unirl.train.megatron.critic import MegatronCritic
 from unirl.train.stack import TrainStack
 from unirl.trainer.advantages import estimate_advantages
 from unirl.trainer.collect import Collector
 from unirl.trainer.evaluate import evaluate
 from unirl.trainer.interrupt import StopRequested, StopSignal
 from unirl.trainer.report import batch_metrics, readable_samples
-from unirl.trainer.setup import load_data, make_actor, make_engine, make_reward, prepare_model
+from unirl.trainer.setup import load_data, make_actor, make_critic, make_engine, make_reward, prepare_model
 from unirl.types import Part, SamplingParams
 
 
@@ -60,13 +63,19 @@ class ARTrainer:
             self.reward = resources.enter_context(make_reward(config.reward))
             self.actor = make_actor(config)
             resources.callback(self.actor.close)
+            self.critic = make_critic(config, self.actor)
+            if self.critic is not None:
+                resources.callback(self.critic.close)
             self.engine = make_engine(config)
             resources.callback(self.engine.close)
             self._resources = resources.pop_all()
         self.collector = Collector(config, data, self.engine, self.reward)
-        algorithm = make_algorithm(config.algorithm)
         self.stack = TrainStack(
-            self.actor, algorithm, config.stack, allow_multi_update=config.algorithm.allow_multi_update
+            self.actor,
+            make_algorithm(config.algorithm),
+            config.stack,
+            allow_multi_update=config.algorithm.allow_multi_update,
+            critic=self.critic and CriticTrainer(self.critic, config.algorithm.critic, config.stack),
         )
         self.sync = InProcessSync(self.actor, self.engine)
 
@@ -97,9 +106,11 @@ class ARTrainer:
         config, iteration, started = self.config, self.state.iteration, time.perf_counter()
         with self.stop.abandonable():
             batch = self.collector.collect(iteration, self.display)
-            part = estimate_advantages(batch.part, config.algorithm)
+            with self.display.phase("values") as values:
+                part = self.stack.with_values(batch.part)
+            part = estimate_advantages(part, config.algorithm)
         with self.display.phase("train") as train:
-            update = self.stack.train_track(part)
+            update = self.stack.train_track(part, train_policy=not self._critic_warms_up())
         with self.display.phase("sync") as sync:
             self.sync.publish(iteration + 1)
 
@@ -108,6 +119,7 @@ class ARTrainer:
             **batch_metrics(part),
             **update,
             **batch.seconds,
+            "time/values": values.seconds,
             "time/train": train.seconds,
             "time/sync": sync.seconds,
             "time/iteration": time.perf_counter() - started,
@@ -115,6 +127,9 @@ class ARTrainer:
         metrics["tokens_per_second"] = part.text.tokens.numel() / metrics["time/iteration"]
         self._write_samples(iteration + 1, part)
         self.state = TrainerState(self.sampler.state_dict(), self.state.prompts, iteration + 1, metrics)
+
+    def _critic_warms_up(self) -> bool:
+        return self.critic is not None and self.state.iteration < self.config.algorithm.critic.warmup_iterations
 
     def _finish_iteration(self) -> None:
         """Evaluate where it is due, write the iteration's line, save where it is due."""
@@ -167,7 +182,9 @@ class ARTrainer:
         self.state = TrainerState(self.sampler.state_dict(), self.train_prompts.fingerprint(), unwritten={})
         if saved:
             prompts = self.state.prompts
-            self.state = TrainerState(**self.checkpoints.load(saved[-1], self.actor.load))
+            self.state = TrainerState(
+                **self.checkpoints.load(saved[-1], {name: model.load for name, model in self._trained_models().items()})
+            )
             if self.state.prompts != prompts:
                 raise UserError(
                     f"run_dir={self.run.path} was trained on other prompts than those that data.* names now: give the "
@@ -180,4 +197,9 @@ class ARTrainer:
         self.sync.publish(self.state.iteration)
 
     def _save(self) -> None:
-        self.checkpoints.save(self.state.iteration, asdict(self.state), self.actor.save)
+        writers = {name: model.save for name, model in self._trained_models().items()}
+        self.checkpoints.save(self.state.iteration, asdict(self.state), writers)
+
+    def _trained_models(self) -> dict[str, MegatronActor | MegatronCritic]:
+        """The models of a checkpoint, by the name of their folder in it."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})

@@ -4,13 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, StackConfig
-from unirl.kernels import token_logprob
-from unirl.train.megatron.architecture import Architecture
-from unirl.train.megatron.model import PolicyModel
-from unirl.train.megatron.trained import TrainedModel
+from unirl.train.megatron.policy import MegatronPolicy
+from unirl.train.megatron.training import Trained
 from unirl.train.megatron.weights import iterate_gradients, iterate_weights, write_hf_folder
 from unirl.train.packing import MicroBatch
 
@@ -21,11 +18,8 @@ The loss is already divided by denominators of the whole batch; losses of micro-
 """
 
 
-class MegatronActor(TrainedModel):
-    """A policy in Megatron-Core, made from a Hugging Face folder; see `TrainedModel`.
-
-    `temperature` divides the logits before every log-prob.
-    """
+class MegatronActor(Trained, MegatronPolicy):
+    """A policy with gradients and an optimizer; `total_steps` is the length of the learning-rate schedule."""
 
     def __init__(
         self,
@@ -38,16 +32,16 @@ class MegatronActor(TrainedModel):
         total_steps: int,
         seed: int,
     ):
-        self.temperature = temperature
-        super().__init__(model, parallel=parallel, optimizer=optimizer, stack=stack, total_steps=total_steps, seed=seed)
+        super().__init__(model, parallel=parallel, temperature=temperature, seed=seed, recompute=stack.recompute)
+        self._start_training(optimizer, max_grad_norm=stack.max_grad_norm, total_steps=total_steps)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn) -> list[dict]:
         """Set the gradients to those of the sum of the losses of `micro_batches`; returns the metrics of each."""
-        return self._train(micro_batches, lambda batch, logits: loss_fn(batch, *self._token_log_probs(batch, logits)))
 
-    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Log-probs and entropies (in nats) of the response tokens, [R] float32 each, for every micro-batch."""
-        return self._evaluate(micro_batches, self._token_log_probs)
+        def loss_of(batch: MicroBatch, logits: torch.Tensor):
+            return loss_fn(batch, *self._token_log_probs(batch, logits))
+
+        return self._backward(micro_batches, loss_of)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, copy of the gradient, float32) of every weight, in the order of `export_weights`.
@@ -66,11 +60,3 @@ class MegatronActor(TrainedModel):
     def export_hf(self, folder: Path) -> None:
         """Write a new Hugging Face folder: weights, config and tokenizer. Raises FileExistsError where it exists."""
         write_hf_folder(self.export_weights(), self.folder, folder)
-
-    def _make_model(self, architecture: Architecture, config: TransformerConfig, seed: int) -> PolicyModel:
-        return PolicyModel(architecture, config)
-
-    def _token_log_probs(self, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_logprob(
-            logits, batch.targets, temperature=self.temperature, vocab=self.vocab_size, with_entropy=True
-        )
