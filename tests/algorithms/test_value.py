@@ -14,9 +14,7 @@ from unirl.algorithms import (
     value_statistics,
 )
 
-CONFIGS = [
-    {"value_clip": clip, "loss_agg_mode": mode, "horizon": 16} for clip in (0.5, 0.1, None) for mode in MODES
-]
+CONFIGS = [{"value_clip": clip, "loss_agg_mode": mode, "horizon": 16} for clip in (0.5, 0.1, None) for mode in MODES]
 
 
 def random_inputs(lengths=(5, 0, 7, 1, 4), seed=0, dtype=torch.float64) -> dict[str, torch.Tensor]:

@@ -28,7 +28,8 @@ def gae(
 
     task_rewards, kl_rewards, values [T] float; read at unmasked tokens only, so a masked token costs no step.
     loss_mask [T] bool. turn_ids [T] integer, of the turn within its sequence, not decreasing; read for unit turn only.
-    cu_seqlens [N+1]. truncated [N] bool: such a sequence bootstraps from its last value, any other from 0.
+    cu_seqlens [N+1]. truncated [N] bool: such a sequence bootstraps from its last value, any other from 0; with
+    `bootstrap_truncated` false all do from 0.
 
     A_t = delta_t + discount * lambda * A_{t+1}, delta_t = r_t + discount * V_{t+1} - V_t, return = A_t + V_t
     (arXiv 1506.02438, eq. 16). Unit token: r = task + KL reward. Unit turn: a step is a turn, r the sum of its task
@@ -53,7 +54,9 @@ def gae(
         steps = _Steps.tokens(packing.index[tokens])
         step_rewards = task_rewards + kl_rewards
     step_values = values[steps.first_token]
-    step_advantages = _advantages(config, step_rewards, step_values, steps, truncated.bool())
+    step_advantages = _advantages(
+        config, step_rewards, step_values, steps, truncated.bool() & config.bootstrap_truncated
+    )
     advantages = step_advantages[steps.of_token]
     if config.gae_timestep_unit == "turn":
         advantages = advantages + kl_rewards

@@ -111,6 +111,11 @@ class GAEConfig:
     )
     gae_lambda_kwargs: dict[str, Any] = key(factory=dict, doc="Arguments of a lambda given by name: alpha, q, ...")
     gae_timestep_unit: str = key("token", "What one step is.", choices=["token", "turn"])
+    bootstrap_truncated: bool = key(
+        True,
+        "A truncated sequence goes on as its last value says; false: it ends like any other. Use false where most "
+        "sequences are truncated: the last value is then part of its own target and drifts.",
+    )
 
 
 @dataclass

@@ -43,9 +43,7 @@ def head_of(critic: MegatronCritic) -> tuple[torch.Tensor, torch.Tensor]:
 
 def reference_values(trunk, weight, bias, batch) -> torch.Tensor:
     """Values [R] by transformers, one sample at a time: from the state before each response token."""
-    rows = [
-        trunk(tokens[None]).last_hidden_state[0, -count - 1 : -1].float() for tokens, count in sample_tokens(batch)
-    ]
+    rows = [trunk(tokens[None]).last_hidden_state[0, -count - 1 : -1].float() for tokens, count in sample_tokens(batch)]
     return torch.nn.functional.linear(torch.cat(rows), weight, bias)[:, 0]
 
 
