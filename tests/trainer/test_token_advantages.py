@@ -8,7 +8,9 @@ import torch
 from tests.train.conftest import make_part
 from unirl.algorithms import GAEConfig, NormConfig
 from unirl.config.schema import AlgorithmConfig
-from unirl.trainer.advantages import estimate_advantages, normalize_tokens, token_advantages
+from unirl.errors import UserError
+from unirl.trainer.advantages import estimate_advantages
+from unirl.trainer.token_advantages import check_gae, normalize_tokens, token_advantages
 from unirl.types import SampleStatus
 
 PLAIN = NormConfig(mean_level=None, std_level=None)
@@ -91,3 +93,12 @@ def test_a_sample_without_a_verdict_is_as_if_absent():
     assert generated(part, found.advantages)[3:] == pytest.approx(
         generated(part.select(torch.tensor([1])), alone.advantages)
     )
+
+
+@pytest.mark.parametrize(
+    ("gae_lambda", "message"),
+    [("no_such_module.f", "cannot be imported"), ("math.nextafter_", "cannot be imported")],
+)
+def test_a_lambda_that_cannot_be_had_is_refused_before_anything_runs(gae_lambda, message):
+    with pytest.raises(UserError, match=f"algorithm.gae: gae_lambda: {gae_lambda} {message}"):
+        check_gae(GAEConfig(gae_lambda=gae_lambda))

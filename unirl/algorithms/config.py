@@ -86,7 +86,9 @@ class PolicyLossConfig:
     )
     entropy_coef: float = key(0.0, "Weight of the entropy bonus.", ge=0)
     kl_coef: float = key(0.0, "Weight of the KL to the reference policy in the loss.", ge=0)
-    kl_estimator: str = key("k3", "Estimator of that KL.", choices=["k1", "k2", "k3"])
+    kl_estimator: str = key(
+        "k3", "Estimator of the KL to the reference policy, in loss and reward.", choices=["k1", "k2", "k3"]
+    )
 
 
 @dataclass

@@ -111,7 +111,7 @@ def policy_loss_derivative(
 class _Call:
     """Checked inputs of one call. live [T] bool: unmasked tokens all of whose values are finite.
 
-    rollout_logp [T]: of the rollout policy, whatever anchors the ratio. prox_logp [T]: where `required_inputs` names it.
+    rollout_logp [T]: of the rollout policy, whatever anchors the ratio. prox_logp [T]: None where it is not needed.
     """
 
     config: PolicyLossConfig

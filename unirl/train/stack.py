@@ -74,14 +74,9 @@ class TrainStack:
 
         Raises ValueError where `part` has no advantages, or no values and returns for the critic.
         """
-        if part.advantages is None:
-            raise ValueError("train_track: the part has no advantages yet; compute them first")
-        if self.critic is not None and (part.values is None or part.returns is None):
-            raise ValueError(
-                "train_track: the critic needs values and returns, and the part has none; compute them first"
-            )
+        self._check_estimates(part)
         mini_batches = self._mini_batches(part)
-        if "prox_logp" in required_inputs(self.algorithm.config):
+        if train_policy and "prox_logp" in required_inputs(self.algorithm.config):
             part = self._with_proximal_policy(part, mini_batches)
         micro_metrics, steps, trained = [], [], 0
         value_metrics, critic_steps = [], []
@@ -106,6 +101,14 @@ class TrainStack:
             "skipped_steps": sum(step.skipped for step in steps),
             "trained_fraction": trained / max(len(part), 1),
         }
+
+    def _check_estimates(self, part: Part) -> None:
+        if part.advantages is None:
+            raise ValueError("train_track: the part has no advantages yet; compute them first")
+        if self.critic is not None and (part.values is None or part.returns is None):
+            raise ValueError(
+                "train_track: the critic needs values and returns, and the part lacks them; compute them first"
+            )
 
     def _critic_metrics(self, part: Part, micro_metrics: list, steps: list[StepResult]) -> dict[str, float | None]:
         if self.critic is None:

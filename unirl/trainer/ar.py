@@ -3,7 +3,7 @@
 import shutil
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from unirl.algorithms import make_algorithm
@@ -15,15 +15,25 @@ from unirl.observe.trackers import make_trackers
 from unirl.sync import InProcessSync
 from unirl.train.checkpoint import CheckpointStore
 from unirl.train.critic import CriticTrainer
+from unirl.train.log_prob_pass import log_prob_pass
 from unirl.train.megatron.actor import MegatronActor
 from unirl.train.megatron.critic import MegatronCritic
 from unirl.train.stack import TrainStack
-from unirl.trainer.advantages import estimate_advantages
+from unirl.trainer.advantages import advantage_metrics, estimate_advantages
 from unirl.trainer.collect import Collector
 from unirl.trainer.evaluate import evaluate
 from unirl.trainer.interrupt import StopRequested, StopSignal
 from unirl.trainer.report import batch_metrics, readable_samples
-from unirl.trainer.setup import load_data, make_actor, make_critic, make_engine, make_reward, prepare_model
+from unirl.trainer.setup import (
+    load_data,
+    make_actor,
+    make_critic,
+    make_engine,
+    make_reference,
+    make_reward,
+    prepare_model,
+)
+from unirl.trainer.token_advantages import check_gae
 from unirl.types import Part, SamplingParams
 
 
@@ -47,6 +57,8 @@ class ARTrainer:
 
     def __init__(self, config: TrainConfig, config_yaml: str):
         self.config = config
+        if config.algorithm.gae is not None:
+            check_gae(config.algorithm.gae)
         self.run = RunDirectory(config.run_dir, resume=config.resume)
         self.checkpoints = CheckpointStore(self.run.checkpoints_path, keep=config.checkpoint.keep)
         self.display = RunDisplay(config.num_iterations)
@@ -66,6 +78,9 @@ class ARTrainer:
             self.critic = make_critic(config, self.actor)
             if self.critic is not None:
                 resources.callback(self.critic.close)
+            self.reference = make_reference(config, self.actor)
+            if self.reference is not None:
+                resources.callback(self.reference.close)
             self.engine = make_engine(config)
             resources.callback(self.engine.close)
             self._resources = resources.pop_all()
@@ -106,8 +121,10 @@ class ARTrainer:
         config, iteration, started = self.config, self.state.iteration, time.perf_counter()
         with self.stop.abandonable():
             batch = self.collector.collect(iteration, self.display)
+            with self.display.phase("reference") as reference:
+                part = self._with_reference(batch.part)
             with self.display.phase("values") as values:
-                part = self.stack.with_values(batch.part)
+                part = self.stack.with_values(part)
             part = estimate_advantages(part, config.algorithm)
         with self.display.phase("train") as train:
             update = self.stack.train_track(part, train_policy=not self._critic_warms_up())
@@ -117,8 +134,10 @@ class ARTrainer:
         metrics = {
             **batch.metrics,
             **batch_metrics(part),
+            **advantage_metrics(part, config.algorithm),
             **update,
             **batch.seconds,
+            "time/reference": reference.seconds,
             "time/values": values.seconds,
             "time/train": train.seconds,
             "time/sync": sync.seconds,
@@ -130,6 +149,12 @@ class ARTrainer:
 
     def _critic_warms_up(self) -> bool:
         return self.critic is not None and self.state.iteration < self.config.algorithm.critic.warmup_iterations
+
+    def _with_reference(self, part: Part) -> Part:
+        """The part with the reference policy's log-probs, where there is one."""
+        if self.reference is None:
+            return part
+        return replace(part, ref_logp=log_prob_pass(self.reference, part, self.config.stack))
 
     def _finish_iteration(self) -> None:
         """Evaluate where it is due, write the iteration's line, save where it is due."""

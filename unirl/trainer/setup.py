@@ -17,6 +17,7 @@ from unirl.rollout.engine import RolloutEngine
 from unirl.rollout.native import NativeRolloutEngine
 from unirl.train.megatron.actor import MegatronActor
 from unirl.train.megatron.critic import MegatronCritic
+from unirl.train.megatron.policy import MegatronPolicy
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,24 @@ def make_actor(config: TrainConfig) -> MegatronActor:
         total_steps=total_steps(config),
         seed=config.seed,
     )
+
+
+def make_reference(config: TrainConfig, actor: MegatronActor) -> MegatronPolicy | None:
+    """The frozen policy of `model.reference_path`, or None. Raises UserError where its vocabulary is another one."""
+    path = config.model.reference_path
+    if path is None:
+        return None
+    reference = MegatronPolicy(
+        replace(config.model, path=path), parallel=config.parallel, temperature=actor.temperature, seed=config.seed
+    )
+    if reference.vocab_size != actor.vocab_size:
+        found = reference.vocab_size
+        reference.close()
+        raise UserError(
+            f"model.reference_path={path} has {found} token ids, model.path={config.model.path} has "
+            f"{actor.vocab_size}: log-probs compare only between policies of the same tokenizer"
+        )
+    return reference
 
 
 def make_critic(config: TrainConfig, actor: MegatronActor) -> MegatronCritic | None:

@@ -31,6 +31,18 @@ def critic_can_know_the_rewards(config: TrainConfig) -> str | None:
     )
 
 
+@rule("algorithm.critic", "algorithm.success_filter")
+def critic_decides_what_is_trained(config: TrainConfig) -> str | None:
+    """A critic excludes algorithm.success_filter: it is the sign of the advantage that says what to train on."""
+    if config.algorithm.critic is None or not config.algorithm.success_filter:
+        return None
+    return (
+        "found a critic and algorithm.success_filter: a critic is there to tell how much better a token was than "
+        "expected, and the filter drops all that was worse; set algorithm.success_filter=false, or "
+        "algorithm.critic=null"
+    )
+
+
 @rule("algorithm.adv_norm.mean_leave1out", "algorithm.gae")
 def tokens_are_not_left_out(config: TrainConfig) -> str | None:
     """algorithm.gae excludes algorithm.adv_norm.mean_leave1out: it would leave out a single token, not a sample."""
