@@ -71,7 +71,6 @@ class SamplingConfig:
 class RolloutConfig:
     engine: str = key("native", "Rollout engine.", choices=["native", "sglang"])
     max_batch_size: int = key(1024, "Samples decoded at once by the native engine.", ge=1)
-    num_threads: int | None = key(None, "CPU threads of the native engine; null takes all cores.", ge=1)
 
 
 @dataclass
@@ -211,6 +210,9 @@ class TrainConfig:
     batch_size: int = key("???", "Prompts per iteration.", ge=1)
     num_iterations: int = key("???", "Iterations: rollout batches to train on.", ge=1)
     seed: int = key(0, "Seed of sampling; data.seed decides the prompts.", ge=0)
+    num_threads: int | None = key(
+        None, "CPU threads of a process; null leaves it to torch. Tiny models are fastest with 1.", ge=1
+    )
     run_dir: str = key("???", "Folder of the run: config, metrics, samples, checkpoints.")
     resume: str = key(
         "never",

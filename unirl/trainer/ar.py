@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from unirl.algorithms import make_algorithm
 from unirl.config.schema import TrainConfig
 from unirl.errors import UserError
@@ -59,6 +61,8 @@ class ARTrainer:
         self.config = config
         if config.algorithm.gae is not None:
             check_gae(config.algorithm.gae)
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
         self.run = RunDirectory(config.run_dir, resume=config.resume)
         self.checkpoints = CheckpointStore(self.run.checkpoints_path, keep=config.checkpoint.keep)
         self.display = RunDisplay(config.num_iterations)

@@ -68,9 +68,7 @@ def make_engine(config: TrainConfig) -> RolloutEngine:
     """The engine of `rollout.engine`."""
     if config.rollout.engine != "native":
         raise UserError(f"rollout.engine={config.rollout.engine}: this version runs rollout.engine=native")
-    return NativeRolloutEngine(
-        config.model.path, max_batch_size=config.rollout.max_batch_size, num_threads=config.rollout.num_threads
-    )
+    return NativeRolloutEngine(config.model.path, max_batch_size=config.rollout.max_batch_size)
 
 
 def make_reward(config: RewardConfig) -> RewardService:
