@@ -8,7 +8,7 @@ import yaml
 
 import unirl
 from tests.algorithms.batches import random_batch
-from unirl.algorithms import NormConfig, RejectionConfig, make_algorithm, policy_loss
+from unirl.algorithms import GAEConfig, NormConfig, RejectionConfig, make_algorithm, policy_loss
 from unirl.config import compose
 
 EXAMPLES = Path(unirl.__file__).parent.parent / "examples"
@@ -26,6 +26,7 @@ NORMS = {
     "kpop": ("batch", "batch"),
     "lite_ppo": ("group", "batch"),
     "raft_pp": (None, None),
+    "ppo": ("batch", "batch"),
     "rloo": ("group", None),
     "sapo": ("batch", "batch"),
     "spo": ("group", None),
@@ -56,7 +57,8 @@ def test_a_preset_runs_as_it_is(name, tmp_path):
 def test_the_matrix_of_norms(name, tmp_path):
     config = algorithm_config(name, tmp_path)
     assert config.adv_norm == NormConfig(*NORMS[name], mean_leave1out=name == "rloo")
-    normalised_in_group_first = NORMS[name] == ("batch", "batch")
+    # A critic has the place of the group.
+    normalised_in_group_first = NORMS[name] == ("batch", "batch") and config.critic is None
     assert config.reward_norm == (NormConfig("group", "group") if normalised_in_group_first else None)
 
 
@@ -68,6 +70,14 @@ def test_filters(tmp_path):
     assert kpop.rejection_sampling == RejectionConfig("token", "binary_kl", "mask", upper=2.0)
     assert raft.success_filter
     assert raft.rejection_sampling is None
+
+
+def test_ppo_has_a_critic_and_an_advantage_for_each_token(tmp_path):
+    ppo = algorithm_config("ppo", tmp_path)
+    assert (ppo.loss, ppo.eps_clip, ppo.critic.value_clip) == ("ppo", 0.2, 0.5)
+    assert ppo.gae == GAEConfig(discount=1.0, gae_lambda=0.95)
+    others = [algorithm_config(name, tmp_path) for name in PRESETS if name != "ppo"]
+    assert {(other.gae, other.critic) for other in others} == {(None, None)}
 
 
 @pytest.mark.parametrize("name", PRESETS)

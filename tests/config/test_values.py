@@ -72,7 +72,7 @@ def test_one_wrong_value_is_one_problem(small, override, problem):
         ("algorithm.adv_norm.mean_levl=group", "algorithm.adv_norm.mean_level"),
         ("algorithm.reward_norm.std_levl=group", "algorithm.reward_norm.std_level"),
         ("algoritm.loss=drpo", "algorithm.loss"),
-        ("lr=1", "optimizer.lr"),
+        ("lr=1", "optimizer.lr or algorithm.critic.optimizer.lr"),
         ("batchsize=4", "batch_size"),
         ("temperature=1", "sampling.temperature or algorithm.temperature or eval.temperature"),
     ],

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from unirl.config.geometry import critic_steps, total_steps
 from unirl.config.schema import ModelConfig, RewardConfig, TrainConfig
 from unirl.data import PromptDataset, PromptSampler, load_prompts
 from unirl.data.tokenizer import load_tokenizer, stop_token_ids
@@ -14,6 +15,7 @@ from unirl.reward import RewardService
 from unirl.rollout.engine import RolloutEngine
 from unirl.rollout.native import NativeRolloutEngine
 from unirl.train.megatron.actor import MegatronActor
+from unirl.train.megatron.critic import MegatronCritic
 from unirl.train.megatron.policy import MegatronPolicy
 from unirl.utils.dotted import load_callable
 
@@ -82,7 +84,7 @@ def make_actor(config: TrainConfig) -> MegatronActor:
         optimizer=config.optimizer,
         stack=config.stack,
         temperature=config.algorithm.temperature,
-        total_steps=config.num_iterations * config.stack.num_updates_per_batch,
+        total_steps=total_steps(config),
         seed=config.seed,
     )
 
@@ -103,3 +105,28 @@ def make_reference(config: TrainConfig, actor: MegatronActor) -> MegatronPolicy 
             f"{actor.vocab_size}: log-probs compare only between policies of the same tokenizer"
         )
     return reference
+
+
+def make_critic(config: TrainConfig, actor: MegatronActor) -> MegatronCritic | None:
+    """The value model of `algorithm.critic`, or None. Raises UserError where its token ids are not the actor's."""
+    critic_config = config.algorithm.critic
+    if critic_config is None:
+        return None
+    model = replace(config.model, path=critic_config.path or config.model.path)
+    critic = MegatronCritic(
+        model,
+        parallel=config.parallel,
+        optimizer=critic_config.optimizer,
+        max_grad_norm=critic_config.max_grad_norm,
+        total_steps=critic_steps(config),
+        seed=config.seed,
+        recompute=config.stack.recompute,
+    )
+    if critic.vocab_size != actor.vocab_size:
+        found = critic.vocab_size
+        critic.close()
+        raise UserError(
+            f"algorithm.critic.path={model.path} has {found} token ids, model.path={config.model.path} has "
+            f"{actor.vocab_size}: the critic reads the policy's tokens, so take a model of the same tokenizer"
+        )
+    return critic
