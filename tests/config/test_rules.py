@@ -44,7 +44,7 @@ BROKEN = {
         "stack.micro_batch_tokens",
         "1024 + 64 = 1088 tokens, more than a micro-batch of 1000; use at least 1088",
     ),
-    "warmup_ends": (["optimizer.warmup_steps=4"], "optimizer.warmup_steps", "= 3 * 1 = 3; use at most 3"),
+    "warmup_ends": (["optimizer.warmup_steps=4"], "optimizer.warmup_steps", "= 3; use at most 3"),
     "training_samples_at_random": (["sampling.temperature=0"], "sampling.temperature", "expected a value > 0"),
     "one_temperature": (["algorithm.temperature=0.6"], "algorithm.temperature", "found 0.6, but samples are drawn at"),
     "whole_nucleus": (["sampling.top_p=0.9"], "sampling.top_p", "found 0.9, expected 1"),
@@ -103,6 +103,26 @@ BROKEN = {
         "reward.truncated_reward",
         "with rollout.environment use keep",
     ),
+    "turns_keep_their_rewards": (
+        [
+            "rollout.environment=calculator",
+            "rollout.max_episode_tokens=100",
+            "algorithm.gae={gae_lambda: 0.9}",
+            "algorithm.reward_norm={mean_level: batch}",
+        ],
+        "algorithm.reward_norm",
+        "algorithm.gae reads those of their turns",
+    ),
+    "steps_have_no_gae": (
+        [
+            "rollout.environment=calculator",
+            "rollout.max_episode_tokens=100",
+            "rollout.rows=step",
+            "algorithm.gae={gae_lambda: 0.9}",
+        ],
+        "rollout.rows",
+        "set it to episode, or algorithm.gae=null",
+    ),
     "steps_share_an_advantage": (
         ["algorithm.step_adv_const_length=10"],
         "algorithm.step_adv_const_length",
@@ -133,6 +153,36 @@ BROKEN = {
         ["data.chat_template=false", "data.system_prompt=hi"],
         "data.chat_template",
         "set it to true",
+    ),
+    "critic_has_returns": (
+        ["algorithm.critic={}"],
+        "algorithm.critic",
+        "without algorithm.gae has no returns to learn",
+    ),
+    "critic_can_know_the_rewards": (
+        ["algorithm.critic={}", "algorithm.gae={}", "algorithm.reward_norm={mean_level: group}"],
+        "algorithm.critic",
+        "they depend on other samples, which the critic does not see; set algorithm.reward_norm=null",
+    ),
+    "critic_decides_what_is_trained": (
+        ["algorithm.critic={}", "algorithm.gae={}", "algorithm.success_filter=true"],
+        "algorithm.critic",
+        "set algorithm.success_filter=false, or algorithm.critic=null",
+    ),
+    "tokens_are_not_left_out": (
+        ["algorithm.gae={}", "algorithm.adv_norm.mean_leave1out=true"],
+        "algorithm.adv_norm.mean_leave1out",
+        "one token left out of their mean is no baseline",
+    ),
+    "critic_warmup_ends": (
+        ["algorithm.critic={warmup_iterations: 3}", "algorithm.gae={}"],
+        "algorithm.critic",
+        "warmup_iterations=3 of num_iterations=3 train the critic alone",
+    ),
+    "critic_schedule": (
+        ["algorithm.critic={optimizer: {warmup_steps: 4}}", "algorithm.gae={}"],
+        "algorithm.critic",
+        "optimizer.warmup_steps: found 4, but the critic makes 3 steps",
     ),
     "scorer_is_known": (["reward.scorer=math_boxd"], "reward.scorer", "the nearest is math_boxed"),
     "one_process": (

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
         PolicyLossConfig,
         RejectionConfig,
         StepAdvantageConfig,
+        ValueLossConfig,
+        gae_config_problems,
         loss_config_problems,
         required_inputs,
+        value_loss_config_problems,
     )
     from unirl.algorithms.drpo import DRPO
     from unirl.algorithms.group_filter import rewards_differ
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from unirl.algorithms.norm import normalize
     from unirl.algorithms.ppo import PPO
     from unirl.algorithms.shaping import overlong_penalty, step_advantages
+    from unirl.algorithms.value import ValueLossOutput, value_loss, value_loss_derivative, value_statistics
 
 _HOMES = {
     "advantage": ("gae",),
@@ -39,8 +43,11 @@ _HOMES = {
         "PolicyLossConfig",
         "RejectionConfig",
         "StepAdvantageConfig",
+        "ValueLossConfig",
+        "gae_config_problems",
         "loss_config_problems",
         "required_inputs",
+        "value_loss_config_problems",
     ),
     "drpo": ("DRPO",),
     "group_filter": ("rewards_differ",),
@@ -49,6 +56,7 @@ _HOMES = {
     "norm": ("normalize",),
     "ppo": ("PPO",),
     "shaping": ("overlong_penalty", "step_advantages"),
+    "value": ("ValueLossOutput", "value_loss", "value_loss_derivative", "value_statistics"),
 }
 
 __all__ = [
@@ -64,8 +72,11 @@ __all__ = [
     "PolicyLossOutput",
     "RejectionConfig",
     "StepAdvantageConfig",
+    "ValueLossConfig",
+    "ValueLossOutput",
     "count_denominators",
     "gae",
+    "gae_config_problems",
     "loss_config_problems",
     "make_algorithm",
     "merge_metrics",
@@ -76,6 +87,10 @@ __all__ = [
     "required_inputs",
     "rewards_differ",
     "step_advantages",
+    "value_loss",
+    "value_loss_config_problems",
+    "value_loss_derivative",
+    "value_statistics",
 ]
 
 

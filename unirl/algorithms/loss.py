@@ -8,6 +8,7 @@ import torch
 
 from unirl.algorithms.aggregate import Denominators, token_weights
 from unirl.algorithms.config import PolicyLossConfig, loss_config_problems, required_inputs
+from unirl.algorithms.finite import finite_values
 from unirl.algorithms.kl import kl_derivative, kl_estimate
 from unirl.algorithms.metrics import Metric, masked_max, masked_mean
 from unirl.algorithms.packed import Packing
@@ -140,7 +141,7 @@ def _prepare(
     _check_inputs(config, values, loss_mask, needed)
     mask = loss_mask.bool()
     packing = Packing.from_cu_seqlens(cu_seqlens, mask.numel())
-    values, live = _finite_values(values, mask)
+    values, live = finite_values(values, mask, differentiable=("logp", "entropy"))
     rollout_logp, prox_logp = values["old_logp"], values["prox_logp"] if "prox_logp" in needed else None
     # With a recomputed source the proximal policy takes the place of the rollout policy in every formula.
     old_logp = prox_logp if config.old_logp_source == "recompute" else rollout_logp
@@ -179,22 +180,6 @@ def _check_inputs(config: PolicyLossConfig, values: dict[str, torch.Tensor], los
                 f"policy loss: {name}: found shape {tuple(value.shape)}, "
                 f"expected [T] like logp, {tuple(values['logp'].shape)}"
             )
-
-
-def _finite_values(values: dict[str, torch.Tensor], mask: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The values in one dtype, fp32 or wider, with 0 at every token that takes no part; and which tokens do.
-
-    What is replaced here never meets arithmetic, so that a masked NaN leaves no NaN in any gradient.
-    """
-    dtype = torch.float32
-    for value in values.values():
-        dtype = torch.promote_types(dtype, value.dtype)
-    live = mask
-    for value in values.values():
-        live = live & value.isfinite()
-    constant = {name: value for name, value in values.items() if name not in ("logp", "entropy")}
-    constant = {name: value.detach() for name, value in constant.items()}
-    return {name: torch.where(live, value.to(dtype), 0) for name, value in {**values, **constant}.items()}, live
 
 
 @torch.no_grad()

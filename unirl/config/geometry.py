@@ -77,7 +77,14 @@ def max_prompts_drawn(config: TrainConfig) -> int:
 
 
 def total_steps(config: TrainConfig) -> int:
-    """Optimizer steps of the whole run."""
+    """Optimizer steps that the policy makes in the whole run: none while the critic warms up."""
+    critic = config.algorithm.critic
+    iterations = config.num_iterations - (critic.warmup_iterations if critic else 0)
+    return iterations * config.stack.num_updates_per_batch
+
+
+def critic_steps(config: TrainConfig) -> int:
+    """Optimizer steps that the critic makes in the whole run, where there is one."""
     return config.num_iterations * config.stack.num_updates_per_batch
 
 

@@ -16,7 +16,6 @@ _SHOWN = {
     "response/length_mean": ("length", ".1f"),
     "loss": ("loss", ".4f"),
     "grad_norm": ("grad_norm", ".3f"),
-    "approx_kl": ("kl", ".5f"),
     "entropy": ("entropy", ".3f"),
     "tokens_per_second": ("tok/s", ".0f"),
     "time/iteration": ("sec", ".2f"),

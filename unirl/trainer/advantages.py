@@ -9,25 +9,39 @@ from unirl.algorithms import StepAdvantageConfig
 from unirl.algorithms.kl import kl_estimate
 from unirl.config.schema import AlgorithmConfig, TrainConfig
 from unirl.rollout import split_steps
+from unirl.trainer.token_advantages import normalize_tokens, token_advantages
 from unirl.types import Part
 
 
 def estimate_advantages(part: Part, config: AlgorithmConfig) -> Part:
-    """The graded `part` with advantages [T]; its rewards stay as they were graded.
+    """The graded `part` with advantages [T], and returns [T] where there is GAE; its rewards stay as they were graded.
 
-    A sample's KL rewards are added to its reward. `algorithm.reward_norm` normalises the sums, one per sample, then
-    `algorithm.adv_norm` normalises the result again and spreads it over the sample's generated tokens. With
-    `algorithm.success_filter` a sample whose own reward is not above 0 gets advantages of 0.
+    Without `algorithm.gae` a sample's KL rewards are added to its reward. `algorithm.reward_norm` normalises the sums,
+    one per sample, then `algorithm.adv_norm` normalises the result again and spreads it over the sample's generated
+    tokens. With it, `reward_norm` normalises the rewards alone, GAE makes an advantage for each generated token of
+    these, the KL rewards where they arise and the critic's values, and `adv_norm` normalises the advantages of tokens.
+
+    With `algorithm.success_filter` a sample whose own reward is not above 0 gets advantages of 0.
     """
-    rewards = final_rewards(part, config)
-    if config.reward_norm is not None:
-        normalized = algorithms.normalize(rewards, part.text.group_ids, config.reward_norm)
-        # A sample without a verdict comes out of `normalize` as 0, and must stay one without a verdict.
-        rewards = normalized.where(rewards.isfinite(), rewards)
-    estimated = part.with_rewards(rewards).compute_advantages(config.adv_norm).advantages
+    if config.gae is None:
+        rewards = _normalized_rewards(final_rewards(part, config), part, config)
+        advantages, returns = part.with_rewards(rewards).compute_advantages(config.adv_norm).advantages, part.returns
+    else:
+        rewards = _normalized_rewards(part.rewards, part, config)
+        advantages, returns = token_advantages(part, rewards, kl_rewards(part, config), config.gae)
+        advantages = normalize_tokens(part, advantages, config.adv_norm)
     if config.success_filter:
-        estimated = estimated.where((part.rewards > 0)[part.text.token_sample_index], 0)
-    return replace(part, advantages=estimated)
+        advantages = advantages.where((part.rewards > 0)[part.text.token_sample_index], 0)
+    return replace(part, advantages=advantages, returns=returns)
+
+
+def _normalized_rewards(rewards: torch.Tensor, part: Part, config: AlgorithmConfig) -> torch.Tensor:
+    """rewards [N] -> [N] by `reward_norm`."""
+    if config.reward_norm is None:
+        return rewards
+    normalized = algorithms.normalize(rewards, part.text.group_ids, config.reward_norm)
+    # A sample without a verdict comes out of `normalize` as 0, and must stay one without a verdict.
+    return normalized.where(rewards.isfinite(), rewards)
 
 
 def training_rows(part: Part, config: TrainConfig) -> Part:

@@ -25,8 +25,8 @@ BUILT_IN = {"nonzero_variance": nonzero_variance}
 def load_group_filter(name: str | None) -> GroupFilter | None:
     """The filter of `algorithm.dynamic_filter`: None, a built-in name or a dotted path.
 
-    Raises UserError where the path leads to nothing callable. A filter from a dotted path answers with a bool, which may
-    be one of numpy or a tensor of one; another answer is a UserError when it comes.
+    Raises UserError where the path leads to nothing callable. A filter from a dotted path answers with a bool, which
+    may be one of numpy or a tensor of one; another answer is a UserError when it comes.
     """
     if name is None or name in BUILT_IN:
         return BUILT_IN.get(name)

@@ -9,11 +9,10 @@ from unirl.algorithms import rewards_differ
 from unirl.types import Part, SampleStatus
 
 
-def batch_metrics(drawn: Part, trained: Part) -> dict[str, float | None]:
-    """Metrics of the samples of an iteration; a mean over nothing is None.
+def batch_metrics(drawn: Part) -> dict[str, float | None]:
+    """Metrics of the samples `drawn` in an iteration, before any group filter; a mean over nothing is None.
 
-    All are over the samples `drawn`, before any group filter, so that they mean the same whatever the algorithm; only
-    `final_reward/mean` is over those `trained` on. Statistics of rewards are over samples with a finite reward.
+    They mean the same whatever the algorithm. Statistics of rewards are over samples with a finite reward.
     `reward/zero_variance_groups` is the share of groups whose finite rewards are all equal: they teach nothing.
     """
     rewards, status = drawn.rewards, drawn.text.status
@@ -21,7 +20,6 @@ def batch_metrics(drawn: Part, trained: Part) -> dict[str, float | None]:
     lengths = drawn.text.response_lengths.float()
     return {
         "reward/mean": _mean(rewards[finite]),
-        "final_reward/mean": _mean(trained.rewards[trained.rewards.isfinite()]),
         "reward/zero_variance_groups": _zero_variance_groups(drawn),
         "reward/ungraded": int((~finite).sum()),
         "response/length_mean": _mean(lengths),

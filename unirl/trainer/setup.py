@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from unirl.config.geometry import longest_sample
+from unirl.config.geometry import critic_steps, longest_sample, total_steps
 from unirl.config.schema import ModelConfig, TrainConfig
 from unirl.data import PromptDataset, PromptSampler, load_prompts
 from unirl.data.tokenizer import load_tokenizer, stop_token_ids
@@ -20,6 +20,7 @@ from unirl.rollout.native import NativeRolloutEngine
 from unirl.rollout.workflow import Workflow
 from unirl.train.megatron.actor import MegatronActor
 from unirl.train.megatron.architecture import read_architecture
+from unirl.train.megatron.critic import MegatronCritic
 from unirl.train.megatron.policy import MegatronPolicy
 from unirl.train.megatron.weights import resolve_folder
 from unirl.utils.dotted import load_callable
@@ -68,9 +69,7 @@ def make_engine(config: TrainConfig) -> RolloutEngine:
     """The engine of `rollout.engine`."""
     if config.rollout.engine != "native":
         raise UserError(f"rollout.engine={config.rollout.engine}: this version runs rollout.engine=native")
-    return NativeRolloutEngine(
-        config.model.path, max_batch_size=config.rollout.max_batch_size, num_threads=config.rollout.num_threads
-    )
+    return NativeRolloutEngine(config.model.path, max_batch_size=config.rollout.max_batch_size)
 
 
 def make_reward(config: TrainConfig) -> AbstractContextManager[RewardService | None]:
@@ -121,7 +120,7 @@ def make_actor(config: TrainConfig) -> MegatronActor:
         optimizer=config.optimizer,
         stack=config.stack,
         temperature=config.algorithm.temperature,
-        total_steps=config.num_iterations * config.stack.num_updates_per_batch,
+        total_steps=total_steps(config),
         seed=config.seed,
     )
 
@@ -142,3 +141,28 @@ def make_reference(config: TrainConfig, actor: MegatronActor) -> MegatronPolicy 
             f"{actor.vocab_size}: log-probs compare only between policies of the same tokenizer"
         )
     return reference
+
+
+def make_critic(config: TrainConfig, actor: MegatronActor) -> MegatronCritic | None:
+    """The value model of `algorithm.critic`, or None. Raises UserError where its token ids are not the actor's."""
+    critic_config = config.algorithm.critic
+    if critic_config is None:
+        return None
+    model = replace(config.model, path=critic_config.path or config.model.path)
+    critic = MegatronCritic(
+        model,
+        parallel=config.parallel,
+        optimizer=critic_config.optimizer,
+        max_grad_norm=critic_config.max_grad_norm,
+        total_steps=critic_steps(config),
+        seed=config.seed,
+        recompute=config.stack.recompute,
+    )
+    if critic.vocab_size != actor.vocab_size:
+        found = critic.vocab_size
+        critic.close()
+        raise UserError(
+            f"algorithm.critic.path={model.path} has {found} token ids, model.path={config.model.path} has "
+            f"{actor.vocab_size}: the critic reads the policy's tokens, so take a model of the same tokenizer"
+        )
+    return critic

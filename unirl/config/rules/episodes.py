@@ -62,6 +62,29 @@ def episodes_keep_their_rewards(config: TrainConfig) -> str | None:
     return f"found {mode}, which judges single responses; with rollout.environment use keep"
 
 
+@rule("algorithm.reward_norm", "algorithm.gae", "rollout.environment")
+def turns_keep_their_rewards(config: TrainConfig) -> str | None:
+    """algorithm.gae excludes algorithm.reward_norm with an environment: it reads the rewards of turns."""
+    algorithm = config.algorithm
+    if None in (algorithm.reward_norm, algorithm.gae, config.rollout.environment):
+        return None
+    return (
+        "normalises the rewards of whole episodes, and algorithm.gae reads those of their turns; set it to null, or "
+        "algorithm.gae=null"
+    )
+
+
+@rule("rollout.rows", "algorithm.gae")
+def steps_have_no_gae(config: TrainConfig) -> str | None:
+    """rollout.rows=step excludes algorithm.gae: its rows share the advantage of their episode."""
+    if config.rollout.rows == "episode" or config.algorithm.gae is None:
+        return None
+    return (
+        "found step, whose rows share the advantage of their episode, and algorithm.gae, which gives each token or turn "
+        "its own; set it to episode, or algorithm.gae=null"
+    )
+
+
 @rule("algorithm.step_adv_const_length", "rollout.rows", run_only=True)
 def steps_share_an_advantage(config: TrainConfig) -> str | None:
     """algorithm.step_adv_const_length needs rollout.rows=step."""
