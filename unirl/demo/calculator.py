@@ -35,9 +35,9 @@ DATA = DataConfig(
     max_prompt_tokens=64,
 )
 SEED = 0
-CAREFUL_STEPS, LAZY_STEPS = 400, 40
+CAREFUL_STEPS, LAZY_STEPS = 300, 40
 
-_BATCH = 128
+_BATCH = 96
 _ROLES = ["system", "user", "assistant", "tool"]
 _MISSES = [miss for miss in range(-9, 10) if miss]
 

@@ -30,10 +30,10 @@ def token_advantages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rewards [N], kl_rewards [T] -> advantages [T], returns [T] by GAE over the generated tokens of each sample.
 
-    The reward of a turn is paid with the last token of that turn; a sample that has none by turn gets `rewards` with its
-    last generated token. A sample that was cut off, truncated or aborted, bootstraps
-    from its last value. Without `part.values` every value is 0. A sample whose reward is not finite has advantages and
-    returns that are not: it is left out of training.
+    The reward of a turn is paid with the last token of that turn; where a part has none by turn, a sample's `rewards`
+    are paid with its last generated token. A sample that was cut off, truncated or aborted, bootstraps from its last
+    value. Without `part.values` every value is 0. A sample whose reward is not finite has advantages and returns that are not:
+    it is left out of training.
     """
     text = part.text
     return algorithms.gae(

@@ -80,8 +80,8 @@ def steps_have_no_gae(config: TrainConfig) -> str | None:
     if config.rollout.rows == "episode" or config.algorithm.gae is None:
         return None
     return (
-        "found step, whose rows share the advantage of their episode, and algorithm.gae, which gives each token or turn "
-        "its own; set it to episode, or algorithm.gae=null"
+        "found step, whose rows share the advantage of their episode, and algorithm.gae, which gives each token or "
+        "turn its own; set it to episode, or algorithm.gae=null"
     )
 
 
