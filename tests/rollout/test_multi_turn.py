@@ -1,6 +1,7 @@
 """Episodes on a real model with the chat template of a real tokenizer."""
 
 import logging
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -139,6 +140,40 @@ def test_turns_depend_on_the_sample_alone(engine, episodes):
     assert torch.equal(fewer.text.tokens[sequences(fewer)[1]], episodes.text.tokens[sequences(episodes)[1]])
     later = run(engine, environments.Counter, first_position=1)
     assert not torch.equal(later.text.tokens, episodes.text.tokens)
+
+
+class Watched:
+    """The engine, with the requests of each call kept; it gives up the samples of call `gives_up`."""
+
+    def __init__(self, engine, gives_up=None):
+        self.engine, self.gives_up, self.calls = engine, gives_up, []
+
+    def generate(self, requests, on_progress=None):
+        self.calls.append(requests)
+        completions = self.engine.generate(requests, on_progress)
+        if len(self.calls) - 1 != self.gives_up:
+            return completions
+        return [[replace(done, status=SampleStatus.ABORTED) for done in group] for group in completions]
+
+
+def test_all_live_episodes_take_their_turn_in_one_call(engine, episodes):
+    watched, heard = Watched(engine), []
+    part = run(watched, environments.Counter, on_progress=heard.append)
+    assert torch.equal(part.text.tokens, episodes.text.tokens)
+    turns = episodes.text.turn_counts
+    assert len(watched.calls) == int(turns.max()) == 3
+    assert len(watched.calls[0]) == 2, "samples of one prompt share a request"
+    sampled = [sum(len(request.seeds) for request in requests) for requests in watched.calls]
+    assert sampled == [int((turns > turn).sum()) for turn in range(3)]
+    assert heard == [12 - live for live in sampled]
+
+
+def test_a_turn_that_the_engine_gives_up_aborts_its_episode(engine, episodes):
+    part = run(Watched(engine, gives_up=1), environments.Counter)
+    goes_on = episodes.text.turn_counts > 1
+    assert torch.equal(part.text.status == SampleStatus.ABORTED, goes_on)
+    assert torch.equal(part.rewards.isnan(), goes_on)
+    assert part.text.turn_counts[goes_on].tolist() == [2] * int(goes_on.sum())
 
 
 def test_turn_seeds_are_distinct():
