@@ -32,8 +32,8 @@ def token_advantages(
 
     The reward of a turn is paid with the last token of that turn; where a part has none by turn, a sample's `rewards`
     are paid with its last generated token. A sample that was cut off, truncated or aborted, bootstraps from its last
-    value. Without `part.values` every value is 0. A sample whose reward is not finite has advantages and returns that are not:
-    it is left out of training.
+    value. Without `part.values` every value is 0. A sample whose reward is not finite has advantages and returns that
+    are not: it is left out of training.
     """
     text = part.text
     return algorithms.gae(
