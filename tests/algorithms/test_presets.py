@@ -8,7 +8,7 @@ import yaml
 
 import unirl
 from tests.algorithms.batches import random_batch
-from unirl.algorithms import NormConfig, make_algorithm, policy_loss
+from unirl.algorithms import NormConfig, RejectionConfig, make_algorithm, policy_loss
 from unirl.config import compose
 
 EXAMPLES = Path(unirl.__file__).parent.parent / "examples"
@@ -21,7 +21,10 @@ NORMS = {
     "drpo": ("group", None),
     "grpo": ("batch", "batch"),
     "gspo": ("batch", "batch"),
+    "icepop": ("batch", "batch"),
+    "kpop": ("batch", "batch"),
     "lite_ppo": ("group", "batch"),
+    "raft_pp": (None, None),
     "rloo": ("group", None),
     "sapo": ("batch", "batch"),
     "spo": ("group", None),
@@ -50,9 +53,20 @@ def test_a_preset_runs_as_it_is(name, tmp_path):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_matrix_of_norms(name, tmp_path):
-    norm = algorithm_config(name, tmp_path).adv_norm
-    assert (norm.mean_level, norm.std_level) == NORMS[name]
-    assert norm == NormConfig(*NORMS[name], mean_leave1out=name == "rloo")
+    config = algorithm_config(name, tmp_path)
+    assert config.adv_norm == NormConfig(*NORMS[name], mean_leave1out=name == "rloo")
+    normalised_in_group_first = NORMS[name] == ("batch", "batch")
+    assert config.reward_norm == (NormConfig("group", "group") if normalised_in_group_first else None)
+
+
+def test_filters(tmp_path):
+    icepop, kpop, raft = (algorithm_config(name, tmp_path) for name in ("icepop", "kpop", "raft_pp"))
+    assert icepop.use_decoupled_loss
+    assert icepop.rejection_sampling == RejectionConfig("token", "ratio", "mask", lower=0.5, upper=5.0)
+    assert kpop.use_decoupled_loss
+    assert kpop.rejection_sampling == RejectionConfig("token", "binary_kl", "mask", upper=2.0)
+    assert raft.success_filter
+    assert raft.rejection_sampling is None
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -64,6 +64,11 @@ BROKEN = {
     "schedule_falls": (["optimizer.min_lr=1"], "optimizer.min_lr", "expected at most optimizer.lr=1e-06"),
     "greedy_evaluates_once": (["eval.temperature=0", "eval.num_samples=4"], "eval.num_samples", "found 4, expected 1"),
     "model_exists": (["model.path=/no/where"], "model.path", "found '/no/where': no such folder"),
+    "reference_exists": (
+        ["model.reference_path=/no/where"],
+        "model.reference_path",
+        "found '/no/where': no such folder",
+    ),
     "prompts_have_a_file": (["data.path=null"], "data.path", "is not set"),
     "prompts_exist": (["data.path=missing.jsonl"], "data.path", "found 'missing.jsonl': no such file"),
     "evaluation_prompts_exist": (["eval.path=missing.jsonl"], "eval.path", "found 'missing.jsonl': no such file; eval"),
@@ -90,11 +95,6 @@ BROKEN = {
         "num_devices",
         "found num_devices=2, rollout.engine=sglang; this version runs in one process: num_devices=1, "
         "rollout.engine=native; --dry-run plans more",
-    ),
-    "built_terms": (
-        ["algorithm.kl_ctl=0.1", "model.reference_path=owner/name"],
-        "algorithm",
-        "does not train with kl_ctl",
     ),
 }
 
@@ -155,6 +155,9 @@ def test_other_ways_to_break_a_rule(overrides, problem, small):
         ["stack.num_updates_per_batch=4", "algorithm.loss=ppo"],
         ["optimizer.warmup_steps=3"],
         ["model.path=made/by/the/demo", "model.maker=package.module.make"],
+        ["model.path=made/by/it", "model.maker=package.module.make", "model.reference_path=made/by/it"],
+        ["model.reference_path=owner/other", "algorithm.kl_ctl=0.1", "algorithm.kl_coef=0.1"],
+        ["algorithm.loss=ppo", "algorithm.use_decoupled_loss=true"],
         ["reward.scorer=package.module.Scorer"],
         ["stack.micro_batch_tokens=1088"],
         ["sampling.top_k=0"],

@@ -60,6 +60,11 @@ class PolicyLossConfig:
     importance_sampling_level: str = key(
         "token", "Ratio of each token, or one per sequence: the geometric mean (GSPO).", choices=["token", "sequence"]
     )
+    old_logp_source: str = key(
+        "rollout",
+        "Anchor of the ratio: the rollout's own log-probs, or those of the policy before the update, recomputed.",
+        choices=["rollout", "recompute"],
+    )
     use_decoupled_loss: bool = key(
         False, "Anchor the ratio on the proximal policy and weight tokens by proximal over rollout probability."
     )
@@ -76,7 +81,9 @@ class PolicyLossConfig:
     )
     entropy_coef: float = key(0.0, "Weight of the entropy bonus.", ge=0)
     kl_coef: float = key(0.0, "Weight of the KL to the reference policy in the loss.", ge=0)
-    kl_estimator: str = key("k3", "Estimator of that KL.", choices=["k1", "k2", "k3"])
+    kl_estimator: str = key(
+        "k3", "Estimator of the KL to the reference policy, in loss and reward.", choices=["k1", "k2", "k3"]
+    )
 
 
 @dataclass
@@ -126,6 +133,11 @@ def loss_config_problems(config: PolicyLossConfig) -> list[str]:
             problems.append("importance_sampling_level: loss cispo weights single tokens; set it to token")
     if config.loss == "sapo" and config.use_decoupled_loss:
         problems.append("use_decoupled_loss: loss sapo gates the ratio to the rollout policy; set it to false")
+    if config.use_decoupled_loss and config.old_logp_source == "recompute":
+        problems.append(
+            "old_logp_source: use_decoupled_loss compares recomputed with rollout log-probs and needs both; set it to "
+            "rollout, or use_decoupled_loss to false"
+        )
     if config.rejection_sampling is not None:
         if not config.use_decoupled_loss:
             problems.append(
@@ -160,7 +172,7 @@ def _rejection_problems(rejection: RejectionConfig) -> list[str]:
 def required_inputs(config: PolicyLossConfig) -> tuple[str, ...]:
     """Arguments of `policy_loss`, beside the ones that are always there, that this config needs."""
     needs = {
-        "prox_logp": config.use_decoupled_loss,
+        "prox_logp": config.use_decoupled_loss or config.old_logp_source == "recompute",
         "ref_logp": config.kl_coef > 0,
         "entropy": config.entropy_coef > 0,
     }

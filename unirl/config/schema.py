@@ -21,7 +21,11 @@ class ModelConfig:
         None,
         "Dotted path of a callable(path) that makes the folder where it does not exist (small models of the demos).",
     )
-    reference_path: str | None = key(None, "Hugging Face folder of the reference model that KL terms compare with.")
+    reference_path: str | None = key(
+        None,
+        "Hugging Face folder (or hub name) of the frozen reference policy that KL terms compare with; may be "
+        "model.path. Without a KL term the KL is only reported.",
+    )
     dtype: str = key(
         "float32",
         "Dtype of weights and activations in training; master weights are always float32.",
@@ -101,6 +105,7 @@ class AlgorithmConfig(PolicyLossConfig):
     )
     reward_norm: NormConfig | None = key(None, "Normalisation of rewards before that; null: none.")
     kl_ctl: float = key(0.0, "Weight of the KL to the reference policy in the reward.", ge=0)
+    success_filter: bool = key(False, "Train on samples with a reward > 0 only (RAFT++).")
     allow_multi_update: bool = key(
         False,
         "Split a batch into stack.num_updates_per_batch disjoint mini-batches though the loss anchors its ratio "

@@ -1,12 +1,14 @@
 """`TrainStack`: one rollout batch in, optimizer steps and their metrics out."""
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from unirl.algorithms import Denominators, PolicyAlgorithm, count_denominators, merge_metrics
+from unirl.algorithms import Denominators, PolicyAlgorithm, count_denominators, merge_metrics, required_inputs
 from unirl.config.schema import StackConfig
-from unirl.train.packing import plan_micro_batches
+from unirl.train.log_prob_pass import LogProbPolicy, token_log_probs
+from unirl.train.packing import MicroBatch, plan_micro_batches
 from unirl.types import Part
 
 
@@ -18,7 +20,7 @@ class StepResult(Protocol):
     skipped: bool
 
 
-class Actor(Protocol):
+class Actor(LogProbPolicy, Protocol):
     """The policy under training, as far as `TrainStack` needs it."""
 
     def forward_backward(self, micro_batches, loss_fn) -> list[dict]: ...
@@ -50,20 +52,22 @@ class TrainStack:
         """Train on a graded `part` with advantages: `stack.num_updates_per_batch` optimizer steps at most.
 
         Samples that cannot move the policy (advantage 0 everywhere) are not run through the model, but stay in the
-        denominators. A mini-batch without any other sample makes no optimizer step. Returns metrics over the trained
-        tokens; `optimizer_steps` counts the steps made, and where it is 0 there is neither `loss` nor `grad_norm`.
+        denominators. A mini-batch without any other sample makes no optimizer step. Where the loss needs the proximal
+        policy, its log-probs are those of the policy as it is now, before the first step. Returns metrics over the
+        trained tokens; `optimizer_steps` counts the steps made, and where it is 0 there is neither `loss` nor
+        `grad_norm`.
 
         Raises ValueError where `part` has no advantages.
         """
         if part.advantages is None:
             raise ValueError("train_track: the part has no advantages yet; compute them first")
+        mini_batches = self._mini_batches(part)
+        if "prox_logp" in required_inputs(self.algorithm.config):
+            part = self._with_proximal_policy(part, mini_batches)
         micro_metrics, steps, trained = [], [], 0
-        for samples in self._mini_batches(part):
+        for samples in mini_batches:
             denominators = _denominators(part, samples)
-            samples = samples[_moves_policy(part, self.algorithm)[samples]]
-            micro_batches = plan_micro_batches(
-                part, samples, token_budget=self.config.micro_batch_tokens, share_prompts=self.config.share_prompts
-            )
+            micro_batches = self._micro_batches(part, samples)
             if not micro_batches:
                 continue
             trained += sum(batch.sample_positions.numel() for batch in micro_batches)
@@ -75,6 +79,24 @@ class TrainStack:
             "skipped_steps": sum(step.skipped for step in steps),
             "trained_fraction": trained / max(len(part), 1),
         }
+
+    def _with_proximal_policy(self, part: Part, mini_batches: list[torch.Tensor]) -> Part:
+        """The part with `prox_logp` [T]: the policy's present log-probs of the tokens that are going to be trained.
+
+        They are computed over the very micro-batches of the updates: rounding differs from one packing to another, and
+        so the first update finds exactly its own log-probs.
+        """
+        micro_batches = [batch for samples in mini_batches for batch in self._micro_batches(part, samples)]
+        return replace(part, prox_logp=token_log_probs(self.actor, part, micro_batches))
+
+    def _micro_batches(self, part: Part, samples: torch.Tensor) -> list[MicroBatch]:
+        """Of those of the samples that have a gradient."""
+        return plan_micro_batches(
+            part,
+            samples[_moves_policy(part, self.algorithm)[samples]],
+            token_budget=self.config.micro_batch_tokens,
+            share_prompts=self.config.share_prompts,
+        )
 
     def _mini_batches(self, part: Part) -> list[torch.Tensor]:
         """Disjoint sample positions, whole groups dealt round in their order, one tensor for each update."""
@@ -107,8 +129,8 @@ def _moves_policy(part: Part, algorithm: PolicyAlgorithm) -> torch.Tensor:
 def _step_metrics(metrics: dict[str, float], steps: list[StepResult]) -> dict[str, float]:
     if not steps:
         return {}
-    if "loss" in metrics:
-        metrics["loss"] /= len(steps)  # each update's loss is a sum over its own micro-batches
+    for name in metrics.keys() & {"loss", "actor_loss"}:
+        metrics[name] /= len(steps)  # each update's loss is a sum over its own micro-batches
     return {
         **metrics,
         "grad_norm": sum(step.grad_norm for step in steps) / len(steps),

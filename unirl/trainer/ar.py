@@ -3,7 +3,7 @@
 import shutil
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,13 +16,14 @@ from unirl.observe.run_dir import RunDirectory
 from unirl.observe.trackers import make_trackers
 from unirl.sync import InProcessSync
 from unirl.train.checkpoint import CheckpointStore
+from unirl.train.log_prob_pass import log_prob_pass
 from unirl.train.stack import TrainStack
-from unirl.trainer.advantages import estimate_advantages
+from unirl.trainer.advantages import advantage_metrics, estimate_advantages
 from unirl.trainer.collect import Collector
 from unirl.trainer.evaluate import evaluate
 from unirl.trainer.interrupt import StopRequested, StopSignal
 from unirl.trainer.report import batch_metrics, readable_samples
-from unirl.trainer.setup import load_data, make_actor, make_engine, make_reward, prepare_model
+from unirl.trainer.setup import load_data, make_actor, make_engine, make_reference, make_reward, prepare_model
 from unirl.types import Part, SamplingParams
 
 
@@ -64,6 +65,9 @@ class ARTrainer:
             self.reward = resources.enter_context(make_reward(config.reward))
             self.actor = make_actor(config)
             resources.callback(self.actor.close)
+            self.reference = make_reference(config, self.actor)
+            if self.reference is not None:
+                resources.callback(self.reference.close)
             self.engine = make_engine(config)
             resources.callback(self.engine.close)
             self._resources = resources.pop_all()
@@ -101,7 +105,9 @@ class ARTrainer:
         config, iteration, started = self.config, self.state.iteration, time.perf_counter()
         with self.stop.abandonable():
             batch = self.collector.collect(iteration, self.display)
-            part = estimate_advantages(batch.part, config.algorithm)
+            with self.display.phase("reference") as reference:
+                part = self._with_reference(batch.part)
+            part = estimate_advantages(part, config.algorithm)
         with self.display.phase("train") as train:
             update = self.stack.train_track(part)
         with self.display.phase("sync") as sync:
@@ -110,8 +116,10 @@ class ARTrainer:
         metrics = {
             **batch.metrics,
             **batch_metrics(part),
+            **advantage_metrics(part, config.algorithm),
             **update,
             **batch.seconds,
+            "time/reference": reference.seconds,
             "time/train": train.seconds,
             "time/sync": sync.seconds,
             "time/iteration": time.perf_counter() - started,
@@ -119,6 +127,12 @@ class ARTrainer:
         metrics["tokens_per_second"] = part.text.tokens.numel() / metrics["time/iteration"]
         self._write_samples(iteration + 1, part)
         self.state = TrainerState(self.sampler.state_dict(), self.state.prompts, iteration + 1, metrics)
+
+    def _with_reference(self, part: Part) -> Part:
+        """The part with the reference policy's log-probs, where there is one."""
+        if self.reference is None:
+            return part
+        return replace(part, ref_logp=log_prob_pass(self.reference, part, self.config.stack))
 
     def _finish_iteration(self) -> None:
         """Evaluate where it is due, write the iteration's line, save where it is due."""

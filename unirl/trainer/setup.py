@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ from unirl.reward import RewardService
 from unirl.rollout.engine import RolloutEngine
 from unirl.rollout.native import NativeRolloutEngine
 from unirl.train.megatron.actor import MegatronActor
+from unirl.train.megatron.policy import MegatronPolicy
 
 
 @dataclass(frozen=True)
@@ -89,3 +90,21 @@ def make_actor(config: TrainConfig) -> MegatronActor:
         total_steps=config.num_iterations * config.stack.num_updates_per_batch,
         seed=config.seed,
     )
+
+
+def make_reference(config: TrainConfig, actor: MegatronActor) -> MegatronPolicy | None:
+    """The frozen policy of `model.reference_path`, or None. Raises UserError where its vocabulary is another one."""
+    path = config.model.reference_path
+    if path is None:
+        return None
+    reference = MegatronPolicy(
+        replace(config.model, path=path), parallel=config.parallel, temperature=actor.temperature, seed=config.seed
+    )
+    if reference.vocab_size != actor.vocab_size:
+        found = reference.vocab_size
+        reference.close()
+        raise UserError(
+            f"model.reference_path={path} has {found} token ids, model.path={config.model.path} has "
+            f"{actor.vocab_size}: log-probs compare only between policies of the same tokenizer"
+        )
+    return reference
