@@ -115,3 +115,9 @@ def test_a_sample_without_a_verdict_is_as_if_absent():
 def test_a_lambda_that_cannot_be_had_is_refused_before_anything_runs(gae_lambda, message):
     with pytest.raises(UserError, match=f"algorithm.gae: gae_lambda: {gae_lambda} {message}"):
         check_gae(GAEConfig(gae_lambda=gae_lambda))
+
+
+def test_an_empty_batch_has_no_advantages():
+    part = part_with_values([0.0] * 5).select(torch.arange(0))
+    found = estimate_advantages(part, AlgorithmConfig(gae=GAEConfig(), adv_norm=NormConfig()))
+    assert found.advantages.shape == found.returns.shape == (0,)
