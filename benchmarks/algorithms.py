@@ -20,6 +20,8 @@ PRESETS = sorted(path.stem for path in (Path(__file__).parents[1] / "examples" /
 EXTRA = {
     # A value model of this size that starts from a fresh head wants a larger rate than a large one.
     "ppo": ["algorithm.critic.optimizer.lr=1e-3", "stack.num_updates_per_batch=4"],
+    # Its rows are the steps of episodes.
+    "webrl_const_t10": ["rollout.environment=calculator", "rollout.max_episode_tokens=96", "rollout.rows=step"],
 }
 
 
