@@ -108,6 +108,9 @@ class RewardConfig:
         10.0, "Seconds one answer may take to grade before it counts 0 and its worker is replaced.", gt=0
     )
     max_response_chars: int = key(200_000, "Longer responses are graded on their last so many characters.", ge=1)
+    bias: float = key(0.0, "Added to every grade.")
+    scale: float = key(1.0, "Then every grade is multiplied by this.")
+    clip: float | None = key(None, "Then grades are clipped to [-clip, clip]; null: not at all.", gt=0)
     truncated_reward: str = key(
         "keep",
         "Reward of a truncated sample: keep the grade, zero it, or soft: subtract the overlong penalty.",
