@@ -91,7 +91,11 @@ BROKEN = {
         "found num_devices=2, rollout.engine=sglang; this version runs in one process: num_devices=1, "
         "rollout.engine=native; --dry-run plans more",
     ),
-    "built_terms": (["algorithm.kl_ctl=0.1", "model.reference_path=owner/name"], "algorithm", "does not train with kl_ctl"),
+    "built_terms": (
+        ["algorithm.kl_ctl=0.1", "model.reference_path=owner/name"],
+        "algorithm",
+        "does not train with kl_ctl",
+    ),
 }
 
 
