@@ -34,8 +34,8 @@ def run(hidden, weight, targets, grads, **options):
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> None:
-    """`size`: of what was added up; the products with the head in float32 are most of the error."""
-    assert ((found.double() - expected).abs() <= 1e-5 * (1 + size)).all()
+    """`size`: of what was added up. Most of the error is of the products with the head, up to 50,257 terms in float32."""
+    assert ((found.double() - expected).abs() <= 3e-5 * (1 + size)).all()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
