@@ -34,7 +34,7 @@ def run(hidden, weight, targets, grads, **options):
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> None:
-    """`size`: of what was added up. Most of the error is of the products with the head, up to 50,257 terms in float32."""
+    """`size`: of what was added up. Most of the error is of the head's products, up to 50,257 terms in float32."""
     assert ((found.double() - expected).abs() <= 3e-5 * (1 + size)).all()
 
 

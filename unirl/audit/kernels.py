@@ -27,7 +27,7 @@ TOLERANCES = {
     # values are as exact as of float32; a gradient is stored with 8 bits, a product adds up what was stored so
     torch.bfloat16: {"value": 1e-6, "gradient": 2.0**-8, "loss": 5e-6, "product": 2.0**-7},
 }
-"""Largest error by dtype of the logits and kind of result, relative to 1 + its size: that of a value is its own, that of
+"""Largest error by dtype of the logits and kind of result, relative to 1 + its size: of a value its own, that of
 a gradient the largest entry of its row, that of a product the sum of the magnitudes that were added up."""
 
 DTYPES = {"reference": (torch.float64, torch.float32, torch.bfloat16), "cpu": (torch.float32, torch.bfloat16)}

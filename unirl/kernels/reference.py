@@ -35,14 +35,15 @@ def row_records(
 
     local_targets [T] int64: columns, or ELSEWHERE or UNREAD.
     """
-    record = torch.empty((record_width(with_entropy), logits.shape[0]), dtype=torch.float64, device=logits.device)
-    record[MAX], record[SUM], record[TARGET] = -torch.inf, 0.0, -torch.inf
-    record[SHIFT:] = 0.0
+    shape = (record_width(with_entropy), logits.shape[0])
+    record = torch.zeros(shape, dtype=torch.float64, device=logits.device)
+    record[[MAX, TARGET]] = -torch.inf
     if columns == 0:
         return record
+    empty = record.clone()
     for rows in _row_blocks(logits):
         target = local_targets[rows]
-        x = _computable(logits[rows, :columns]).masked_fill((target == UNREAD)[:, None], -torch.inf)
+        x = _computable(logits[rows, :columns])
         record[MAX, rows] = x.amax(1).double()
         z = (x - finite_base(x.amax(1))[:, None]) / temperature
         weight = z.exp()
@@ -51,7 +52,7 @@ def row_records(
         record[TARGET, rows] = torch.where(target >= 0, own_z, -torch.inf)
         if with_entropy:
             record[SHIFT, rows] = (weight * z.clamp(min=LOWEST_EXPONENT)).sum(1, dtype=torch.float64)
-    return record
+    return torch.where(local_targets == UNREAD, empty, record)
 
 
 def write_gradient(
