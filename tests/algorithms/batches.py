@@ -22,6 +22,7 @@ LOSSES = {
         "use_decoupled_loss": True,
         "rejection_sampling": {"metric": "ratio", "lower": 0.8, "upper": 1.2},
     },
+    "recompute": {"loss": "drpo", "drpo_epsilon": 0.2, "old_logp_source": "recompute"},
     "truncated_weights": {
         "loss": "drpo",
         "use_decoupled_loss": True,

@@ -25,6 +25,7 @@ def problems(keys: dict) -> list[str]:
         {"loss_agg_mode": "seq-mean-token-sum-norm", "horizon": 8192},
         {"loss": "cispo", "eps_clip": 1.0, "eps_clip_higher": 4.0},
         {"loss": "ppo", "importance_sampling_level": "sequence", "c_clip": 3},
+        {"loss": "sapo", "old_logp_source": "recompute"},
         {**DECOUPLED, "rejection_sampling": {"upper": 5.0}},
         {**DECOUPLED, "rejection_sampling": {"upper": 5.0, "lower": 0.5, "action": "clamp"}},
         {**DECOUPLED, "rejection_sampling": {"metric": "kl_k1", "upper": 0.1, "lower": -0.1, "level": "sequence"}},
@@ -55,6 +56,8 @@ def test_sound_configs(keys):
         ({"loss": "cispo", "eps_clip_higher": 0.0}, "loss cispo needs it"),
         ({"loss": "cispo", "eps_clip_higher": 0.2, "importance_sampling_level": "sequence"}, "set it to token"),
         ({"loss": "sapo", "use_decoupled_loss": True}, "use_decoupled_loss: loss sapo"),
+        ({"old_logp_source": "recomputed"}, "did you mean 'recompute'"),
+        ({**DECOUPLED, "old_logp_source": "recompute"}, "old_logp_source: use_decoupled_loss compares"),
         ({"rejection_sampling": {"upper": 5.0}}, "only the decoupled loss has both"),
         ({**DECOUPLED, "rejection_sampling": {}}, "rejection_sampling.upper: found null"),
         ({**DECOUPLED, "rejection_sampling": {"upper": "5"}}, "rejection_sampling.upper: found '5'"),
@@ -96,6 +99,7 @@ def test_required_inputs():
     assert required_inputs(PolicyLossConfig()) == ()
     config = PolicyLossConfig(loss="ppo", use_decoupled_loss=True, kl_coef=0.1, entropy_coef=0.1)
     assert required_inputs(config) == ("prox_logp", "ref_logp", "entropy")
+    assert required_inputs(PolicyLossConfig(old_logp_source="recompute")) == ("prox_logp",)
 
 
 def test_the_config_loads_without_torch():

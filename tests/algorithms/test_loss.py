@@ -291,6 +291,33 @@ def test_metrics_are_what_their_names_say():
     assert metrics["loss"] == output.loss.item()
 
 
+@pytest.mark.parametrize("loss", ["ppo", "drpo", "spo", "dppo", "sapo", "cispo"])
+def test_a_recomputed_source_puts_the_proximal_in_the_place_of_the_rollout_policy(loss):
+    """Also in DRPO's factor mu; the metric of the mismatch alone still knows the rollout."""
+    batch = random_batch((4, 6), seed=3)
+    config = {"loss": loss, "eps_clip_higher": 0.5}
+    inputs = batch.inputs()
+    found = policy_loss({**config, "old_logp_source": "recompute"}, **inputs)
+    expected = policy_loss(config, **{**inputs, "old_logp": batch.prox_logp, "prox_logp": None})
+    assert found.loss.item() == expected.loss.item()
+    name = "rollout_replay_logp_absdiff_mean"
+    metrics, others = (merge_metrics([output.metrics]) for output in (found, expected))
+    difference = (batch.prox_logp - batch.old_logp).abs()[batch.loss_mask].mean().item()
+    assert metrics.pop(name) == pytest.approx(difference)
+    assert others.pop(name) == pytest.approx((batch.logp - batch.prox_logp).abs()[batch.loss_mask].mean().item())
+    assert metrics == others
+
+
+def test_actor_loss_is_the_loss_without_kl_and_entropy():
+    batch = random_batch((4, 6), seed=3)
+    extra = {"loss": "ppo", "kl_coef": 0.1, "entropy_coef": 0.01}
+    plain, with_terms = (merge_metrics([policy_loss(c, **batch.inputs()).metrics]) for c in ({"loss": "ppo"}, extra))
+    assert with_terms["actor_loss"] == plain["actor_loss"] == plain["loss"]
+    assert with_terms["loss"] == pytest.approx(
+        with_terms["actor_loss"] + 0.1 * with_terms["ref_kl"] - 0.01 * with_terms["entropy"]
+    )
+
+
 def test_drpo_penalty_metric():
     old = torch.tensor([0.5], dtype=torch.float64).log()
     output = policy_loss(

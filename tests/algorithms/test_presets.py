@@ -8,7 +8,7 @@ import yaml
 
 import unirl
 from tests.algorithms.batches import random_batch
-from unirl.algorithms import NormConfig, make_algorithm, policy_loss
+from unirl.algorithms import GAEConfig, NormConfig, RejectionConfig, make_algorithm, policy_loss
 from unirl.config import compose
 
 EXAMPLES = Path(unirl.__file__).parent.parent / "examples"
@@ -16,12 +16,17 @@ PRESETS = sorted(path.stem for path in (EXAMPLES / "algorithm").glob("*.yaml"))
 NORMS = {
     "cispo": ("batch", "batch"),
     "dapo": ("batch", "batch"),
+    "dapo_dynamic_bs": ("batch", "batch"),
     "dppo": ("group", None),
     "dr_grpo": ("group", None),
     "drpo": ("group", None),
     "grpo": ("batch", "batch"),
     "gspo": ("batch", "batch"),
+    "icepop": ("batch", "batch"),
+    "kpop": ("batch", "batch"),
     "lite_ppo": ("group", "batch"),
+    "raft_pp": (None, None),
+    "ppo": ("batch", "batch"),
     "rloo": ("group", None),
     "sapo": ("batch", "batch"),
     "spo": ("group", None),
@@ -50,9 +55,29 @@ def test_a_preset_runs_as_it_is(name, tmp_path):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_matrix_of_norms(name, tmp_path):
-    norm = algorithm_config(name, tmp_path).adv_norm
-    assert (norm.mean_level, norm.std_level) == NORMS[name]
-    assert norm == NormConfig(*NORMS[name], mean_leave1out=name == "rloo")
+    config = algorithm_config(name, tmp_path)
+    assert config.adv_norm == NormConfig(*NORMS[name], mean_leave1out=name == "rloo")
+    # A critic has the place of the group.
+    normalised_in_group_first = NORMS[name] == ("batch", "batch") and config.critic is None
+    assert config.reward_norm == (NormConfig("group", "group") if normalised_in_group_first else None)
+
+
+def test_filters(tmp_path):
+    icepop, kpop, raft = (algorithm_config(name, tmp_path) for name in ("icepop", "kpop", "raft_pp"))
+    assert icepop.use_decoupled_loss
+    assert icepop.rejection_sampling == RejectionConfig("token", "ratio", "mask", lower=0.5, upper=5.0)
+    assert kpop.use_decoupled_loss
+    assert kpop.rejection_sampling == RejectionConfig("token", "binary_kl", "mask", upper=2.0)
+    assert raft.success_filter
+    assert raft.rejection_sampling is None
+
+
+def test_ppo_has_a_critic_and_an_advantage_for_each_token(tmp_path):
+    ppo = algorithm_config("ppo", tmp_path)
+    assert (ppo.loss, ppo.eps_clip, ppo.critic.value_clip) == ("ppo", 0.2, 0.5)
+    assert ppo.gae == GAEConfig(discount=1.0, gae_lambda=0.95)
+    others = [algorithm_config(name, tmp_path) for name in PRESETS if name != "ppo"]
+    assert {(other.gae, other.critic) for other in others} == {(None, None)}
 
 
 @pytest.mark.parametrize("name", PRESETS)

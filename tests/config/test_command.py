@@ -74,6 +74,20 @@ def test_the_plan_shows_topology_and_batches(data_path, capsys):
     assert rows["samples per prompt"] == "16 at temperature 1"
 
 
+@pytest.mark.parametrize(
+    ("preset", "prompts", "group_filter"),
+    [
+        ("grpo", "64", "none, all groups are kept"),
+        ("dapo", "64 kept, up to 640 sampled (at most 10 rounds)", "nonzero_variance"),
+        ("dapo_dynamic_bs", "64 sampled, up to 64 kept", "nonzero_variance"),
+    ],
+)
+def test_the_plan_shows_how_many_prompts_are_sampled(preset, prompts, group_filter, data_path, capsys):
+    assert train_ar.main([RECIPE, f"algorithm={preset}", "--dry-run"]) == 0
+    rows = {line[:32].strip(): line[32:].strip() for line in capsys.readouterr().out.splitlines()}
+    assert (rows["prompts per iteration"], rows["group filter"]) == (prompts, group_filter)
+
+
 def test_all_problems_one_a_line(data_path, capsys):
     argv = [RECIPE, "num_devices=48", "parallel.tp=5", "algorithm.drpo_epsilom=1", "optimizer.lr=-1", "--dry-run"]
     assert train_ar.main(argv) == 2

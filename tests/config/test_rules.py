@@ -44,7 +44,7 @@ BROKEN = {
         "stack.micro_batch_tokens",
         "1024 + 64 = 1088 tokens, more than a micro-batch of 1000; use at least 1088",
     ),
-    "warmup_ends": (["optimizer.warmup_steps=4"], "optimizer.warmup_steps", "= 3 * 1 = 3; use at most 3"),
+    "warmup_ends": (["optimizer.warmup_steps=4"], "optimizer.warmup_steps", "= 3; use at most 3"),
     "training_samples_at_random": (["sampling.temperature=0"], "sampling.temperature", "expected a value > 0"),
     "one_temperature": (["algorithm.temperature=0.6"], "algorithm.temperature", "found 0.6, but samples are drawn at"),
     "whole_nucleus": (["sampling.top_p=0.9"], "sampling.top_p", "found 0.9, expected 1"),
@@ -55,6 +55,21 @@ BROKEN = {
         "stack.num_updates_per_batch",
         "algorithm.allow_multi_update=true for disjoint mini-batches",
     ),
+    "filter_is_known": (
+        ["algorithm.dynamic_filter=zero_variance"],
+        "algorithm.dynamic_filter",
+        "found 'zero_variance', expected one of nonzero_variance, the dotted path of a callable, or null",
+    ),
+    "filter_has_rewards_to_compare": (
+        ["algorithm.dynamic_filter=nonzero_variance", "sampling.num_samples=1"],
+        "algorithm.dynamic_filter",
+        "use 2 or more samples",
+    ),
+    "dynamic_batch_has_a_filter": (
+        ["algorithm.dynamic_bs=true"],
+        "algorithm.dynamic_bs",
+        "without algorithm.dynamic_filter all groups are kept",
+    ),
     "penalty_zone_fits": (
         ["reward.truncated_reward=soft", "reward.overlong_tokens=64"],
         "reward.overlong_tokens",
@@ -64,6 +79,11 @@ BROKEN = {
     "schedule_falls": (["optimizer.min_lr=1"], "optimizer.min_lr", "expected at most optimizer.lr=1e-06"),
     "greedy_evaluates_once": (["eval.temperature=0", "eval.num_samples=4"], "eval.num_samples", "found 4, expected 1"),
     "model_exists": (["model.path=/no/where"], "model.path", "found '/no/where': no such folder"),
+    "reference_exists": (
+        ["model.reference_path=/no/where"],
+        "model.reference_path",
+        "found '/no/where': no such folder",
+    ),
     "prompts_have_a_file": (["data.path=null"], "data.path", "is not set"),
     "prompts_exist": (["data.path=missing.jsonl"], "data.path", "found 'missing.jsonl': no such file"),
     "evaluation_prompts_exist": (["eval.path=missing.jsonl"], "eval.path", "found 'missing.jsonl': no such file; eval"),
@@ -84,17 +104,42 @@ BROKEN = {
         "data.chat_template",
         "set it to true",
     ),
+    "critic_has_returns": (
+        ["algorithm.critic={}"],
+        "algorithm.critic",
+        "without algorithm.gae has no returns to learn",
+    ),
+    "critic_can_know_the_rewards": (
+        ["algorithm.critic={}", "algorithm.gae={}", "algorithm.reward_norm={mean_level: group}"],
+        "algorithm.critic",
+        "they depend on other samples, which the critic does not see; set algorithm.reward_norm=null",
+    ),
+    "critic_decides_what_is_trained": (
+        ["algorithm.critic={}", "algorithm.gae={}", "algorithm.success_filter=true"],
+        "algorithm.critic",
+        "set algorithm.success_filter=false, or algorithm.critic=null",
+    ),
+    "tokens_are_not_left_out": (
+        ["algorithm.gae={}", "algorithm.adv_norm.mean_leave1out=true"],
+        "algorithm.adv_norm.mean_leave1out",
+        "one token left out of their mean is no baseline",
+    ),
+    "critic_warmup_ends": (
+        ["algorithm.critic={warmup_iterations: 3}", "algorithm.gae={}"],
+        "algorithm.critic",
+        "warmup_iterations=3 of num_iterations=3 train the critic alone",
+    ),
+    "critic_schedule": (
+        ["algorithm.critic={optimizer: {warmup_steps: 4}}", "algorithm.gae={}"],
+        "algorithm.critic",
+        "optimizer.warmup_steps: found 4, but the critic makes 3 steps",
+    ),
     "scorer_is_known": (["reward.scorer=math_boxd"], "reward.scorer", "the nearest is math_boxed"),
     "one_process": (
         ["num_devices=2", "rollout.engine=sglang"],
         "num_devices",
         "found num_devices=2, rollout.engine=sglang; this version runs in one process: num_devices=1, "
         "rollout.engine=native; --dry-run plans more",
-    ),
-    "built_terms": (
-        ["algorithm.kl_ctl=0.1", "model.reference_path=owner/name"],
-        "algorithm",
-        "does not train with kl_ctl",
     ),
 }
 
@@ -155,9 +200,14 @@ def test_other_ways_to_break_a_rule(overrides, problem, small):
         ["stack.num_updates_per_batch=4", "algorithm.loss=ppo"],
         ["optimizer.warmup_steps=3"],
         ["model.path=made/by/the/demo", "model.maker=package.module.make"],
+        ["model.path=made/by/it", "model.maker=package.module.make", "model.reference_path=made/by/it"],
+        ["model.reference_path=owner/other", "algorithm.kl_ctl=0.1", "algorithm.kl_coef=0.1"],
+        ["algorithm.loss=ppo", "algorithm.use_decoupled_loss=true"],
         ["reward.scorer=package.module.Scorer"],
         ["stack.micro_batch_tokens=1088"],
         ["sampling.top_k=0"],
+        ["algorithm.dynamic_filter=package.module.judge", "sampling.num_samples=1"],
+        ["algorithm.dynamic_filter=nonzero_variance", "algorithm.dynamic_bs=true"],
         ["algorithm.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.horizon=${sampling.max_new_tokens}"],
     ],
 )

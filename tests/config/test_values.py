@@ -13,13 +13,13 @@ def problems_of(small, *overrides: str) -> list[str]:
 
 
 def test_values_are_typed_dataclasses(small):
-    config = small("num_iterations=1e2", "optimizer.lr=1", "run_dir=7", "rollout.num_threads=null")
+    config = small("num_iterations=1e2", "optimizer.lr=1", "run_dir=7", "num_threads=null")
     assert isinstance(config, TrainConfig)
     assert config.num_iterations == 100
     assert isinstance(config.num_iterations, int)
     assert isinstance(config.optimizer.lr, float)
     assert config.run_dir == "7"
-    assert config.rollout.num_threads is None
+    assert config.num_threads is None
     assert config.data.path.endswith("prompts.jsonl")
     assert config.optimizer.betas == [0.9, 0.999]
 
@@ -33,7 +33,7 @@ def test_values_are_typed_dataclasses(small):
         ("batch_size=1.5", "batch_size: found 1.5, expected an integer"),
         ("batch_size=null", "batch_size: found null, expected an integer"),
         ("data.shuffle=1", "data.shuffle: found 1, expected true or false"),
-        ("rollout.num_threads=many", "rollout.num_threads: found 'many', expected an integer or null"),
+        ("num_threads=many", "num_threads: found 'many', expected an integer or null"),
         ("optimizer.betas=0.9", "optimizer.betas: found 0.9, expected a list of float"),
         ("optimizer.betas=[0.9,1]", "optimizer.betas: found 1, expected a value >= 0 and < 1"),
         ("batch_size=0", "batch_size: found 0, expected a value >= 1"),
@@ -72,7 +72,7 @@ def test_one_wrong_value_is_one_problem(small, override, problem):
         ("algorithm.adv_norm.mean_levl=group", "algorithm.adv_norm.mean_level"),
         ("algorithm.reward_norm.std_levl=group", "algorithm.reward_norm.std_level"),
         ("algoritm.loss=drpo", "algorithm.loss"),
-        ("lr=1", "optimizer.lr"),
+        ("lr=1", "optimizer.lr or algorithm.critic.optimizer.lr"),
         ("batchsize=4", "batch_size"),
         ("temperature=1", "sampling.temperature or algorithm.temperature or eval.temperature"),
     ],

@@ -91,6 +91,14 @@ def test_samples_depend_on_seed_and_iteration_alone(engine):
         assert not torch.equal(roll_out(engine, **changes).text.tokens, first.text.tokens)
 
 
+def test_prompts_drawn_in_two_calls_are_as_those_of_one(engine):
+    whole = roll_out(engine).text
+    first = roll_out(engine, prompts=PROMPTS[:1]).text
+    second = roll_out(engine, prompts=PROMPTS[1:], first_position=1, first_sample_id=104).text
+    assert torch.equal(torch.cat([first.tokens, second.tokens]), whole.tokens)
+    assert torch.equal(torch.cat([first.group_ids, second.group_ids]), whole.group_ids)
+
+
 def test_sample_seeds_are_fixed_and_distinct():
     assert sample_seed(0, 0, 0, 0) == sample_seed(0, 0, 0, 0)
     grid = [(s, i, p, n) for s in (0, 1, 2**40) for i in range(4) for p in range(5) for n in range(6)]

@@ -11,12 +11,12 @@ from unirl.train.checkpoint import CheckpointStore
 
 
 def writer(content):
-    return lambda folder: (folder / "weights").write_text(content)
+    return {"actor": lambda folder: (folder / "weights").write_text(content)}
 
 
 def read(store, iteration):
     found = {}
-    state = store.load(iteration, lambda folder: found.update(weights=(folder / "weights").read_text()))
+    state = store.load(iteration, {"actor": lambda folder: found.update(weights=(folder / "weights").read_text())})
     return state, found["weights"]
 
 
@@ -40,7 +40,7 @@ def test_failed_save_leaves_the_last_one_whole(tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(UserError, match=r"iteration 2 could not be written.*No space left on device"):
-        store.save(2, {}, full_disk)
+        store.save(2, {}, {"actor": full_disk})
     assert store.iterations() == [1]
     assert read(store, 1)[1] == "good"
     assert [entry.name for entry in tmp_path.iterdir()] == ["iteration_00000001"]
@@ -50,12 +50,12 @@ KILLED = """
 import pathlib, sys, time
 from unirl.train.checkpoint import CheckpointStore
 store = CheckpointStore(pathlib.Path(sys.argv[1]), keep=1)
-store.save(1, {}, lambda folder: (folder / "weights").write_text("good"))
+store.save(1, {}, {"actor": lambda folder: (folder / "weights").write_text("good")})
 def slow(folder):
     (folder / "weights").write_text("half")
     print("writing", flush=True)
     time.sleep(60)
-store.save(2, {}, slow)
+store.save(2, {}, {"actor": slow})
 """
 
 
@@ -68,3 +68,10 @@ def test_kill_during_a_save_leaves_the_last_one_whole(tmp_path):
     assert store.iterations() == [1]
     store.save(3, {}, writer("next"))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iteration_00000003"]
+
+
+def test_other_models_than_those_saved_are_refused(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, {}, writer("w"))
+    with pytest.raises(UserError, match=r"holds actor, this run trains actor, critic: .*algorithm\.critic"):
+        store.load(1, {"actor": print, "critic": print})

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,16 @@ def timeless(metrics: list[dict]) -> list[dict]:
         {name: value for name, value in line.items() if not name.startswith("time/") and name != "tokens_per_second"}
         for line in metrics
     ]
+
+
+def wait_for_lines(run_dir: Path, count: int, process: subprocess.Popen) -> None:
+    """Until metrics.jsonl has `count` lines beyond the first evaluation's."""
+    path = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not path.exists() or len(path.read_text().splitlines()) < count + 1:
+        assert process.poll() is None, "the run ended early"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
 """Scorers of the tests, named by dotted path as a user's own would be."""
 
+from zlib import crc32
+
 
 class CountLetters:
     """The share of ASCII letters in a response: a reward that varies between samples of a random policy."""
@@ -20,3 +22,10 @@ class SometimesRaises:
         if any(len(response) % 2 for response in responses):
             raise RuntimeError("no verdict")
         return [float(len(response)) for response in responses]
+
+
+class VariesOnZero:
+    """A reward of its own for each response to the prompt whose answer is 0, the same for all other responses."""
+
+    def score(self, responses: list[str], answers: list[str]) -> list[float]:
+        return [crc32(r.encode()) / 2**32 if a == "0" else 0.5 for r, a in zip(responses, answers, strict=True)]

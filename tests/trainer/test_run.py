@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.trainer.conftest import ENVIRONMENT, read_metrics, timeless
+from tests.trainer.conftest import ENVIRONMENT, read_metrics, timeless, wait_for_lines
 
 METRICS = (
     "reward/mean reward/zero_variance_groups response/length_mean response/truncated_fraction ratio_mean ratio_max "
@@ -140,13 +140,3 @@ def test_full_disk_ends_the_run_with_one_clear_error(command, tmp_path):
     assert run.returncode == 2
     assert "checkpoint of iteration 2 could not be written" in run.stderr
     assert "Traceback" not in run.stderr
-
-
-def wait_for_lines(run_dir, count, process):
-    """Until metrics.jsonl has `count` lines beyond the first evaluation's."""
-    path = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not path.exists() or len(path.read_text().splitlines()) < count + 1:
-        assert process.poll() is None, "the run ended early"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -54,6 +54,12 @@ def test_wrong_shapes_and_dtypes_are_refused(change):
         replace(make_text(), **change)
 
 
+def test_groups_are_told_by_ids_wherever_their_samples_stand():
+    text = replace(make_text(), group_ids=torch.tensor([20, 10, 20]))
+    assert [positions.tolist() for positions in text.group_positions()] == [[1], [0, 2]]
+    assert text.select(torch.empty(0, dtype=torch.int64)).group_positions() == []
+
+
 def test_select_takes_samples_in_the_order_given():
     picked = make_part([1.0, 2.0, 3.0]).compute_advantages().select(torch.tensor([2, 0]))
     assert picked.text.tokens.tolist() == [6, 7, 8, 0, 1, 2, 3]

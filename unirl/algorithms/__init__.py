@@ -17,15 +17,20 @@ if TYPE_CHECKING:
         PolicyLossConfig,
         RejectionConfig,
         StepAdvantageConfig,
+        ValueLossConfig,
+        gae_config_problems,
         loss_config_problems,
         required_inputs,
+        value_loss_config_problems,
     )
     from unirl.algorithms.drpo import DRPO
+    from unirl.algorithms.group_filter import rewards_differ
     from unirl.algorithms.loss import PolicyLossOutput, policy_loss, policy_loss_derivative
     from unirl.algorithms.metrics import Metric, merge_metrics
     from unirl.algorithms.norm import normalize
     from unirl.algorithms.ppo import PPO
     from unirl.algorithms.shaping import overlong_penalty, step_advantages
+    from unirl.algorithms.value import ValueLossOutput, value_loss, value_loss_derivative, value_statistics
 
 _HOMES = {
     "advantage": ("gae",),
@@ -38,15 +43,20 @@ _HOMES = {
         "PolicyLossConfig",
         "RejectionConfig",
         "StepAdvantageConfig",
+        "ValueLossConfig",
+        "gae_config_problems",
         "loss_config_problems",
         "required_inputs",
+        "value_loss_config_problems",
     ),
     "drpo": ("DRPO",),
+    "group_filter": ("rewards_differ",),
     "loss": ("PolicyLossOutput", "policy_loss", "policy_loss_derivative"),
     "metrics": ("Metric", "merge_metrics"),
     "norm": ("normalize",),
     "ppo": ("PPO",),
     "shaping": ("overlong_penalty", "step_advantages"),
+    "value": ("ValueLossOutput", "value_loss", "value_loss_derivative", "value_statistics"),
 }
 
 __all__ = [
@@ -62,8 +72,11 @@ __all__ = [
     "PolicyLossOutput",
     "RejectionConfig",
     "StepAdvantageConfig",
+    "ValueLossConfig",
+    "ValueLossOutput",
     "count_denominators",
     "gae",
+    "gae_config_problems",
     "loss_config_problems",
     "make_algorithm",
     "merge_metrics",
@@ -72,7 +85,12 @@ __all__ = [
     "policy_loss",
     "policy_loss_derivative",
     "required_inputs",
+    "rewards_differ",
     "step_advantages",
+    "value_loss",
+    "value_loss_config_problems",
+    "value_loss_derivative",
+    "value_statistics",
 ]
 
 

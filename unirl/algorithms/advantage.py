@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from unirl.algorithms.config import GAEConfig
+from unirl.algorithms.config import GAEConfig, gae_config_problems
 from unirl.algorithms.packed import Packing
-from unirl.algorithms.validation import as_config, key_problems
+from unirl.algorithms.validation import as_config
 
 
 @torch.no_grad()
@@ -28,7 +28,8 @@ def gae(
 
     task_rewards, kl_rewards, values [T] float; read at unmasked tokens only, so a masked token costs no step.
     loss_mask [T] bool. turn_ids [T] integer, of the turn within its sequence, not decreasing; read for unit turn only.
-    cu_seqlens [N+1]. truncated [N] bool: such a sequence bootstraps from its last value, any other from 0.
+    cu_seqlens [N+1]. truncated [N] bool: such a sequence bootstraps from its last value, any other from 0; with
+    `bootstrap_truncated` false all do from 0.
 
     A_t = delta_t + discount * lambda * A_{t+1}, delta_t = r_t + discount * V_{t+1} - V_t, return = A_t + V_t
     (arXiv 1506.02438, eq. 16). Unit token: r = task + KL reward. Unit turn: a step is a turn, r the sum of its task
@@ -37,7 +38,7 @@ def gae(
     Raises ValueError on a config that breaks its rules, shapes that do not fit, or turn ids that cannot be.
     """
     config = as_config(GAEConfig, config)
-    if problems := key_problems(config):
+    if problems := gae_config_problems(config):
         raise ValueError(f"gae: {'; '.join(problems)}")
     mask = loss_mask.bool()
     packing = Packing.from_cu_seqlens(cu_seqlens, mask.numel())
@@ -53,7 +54,9 @@ def gae(
         steps = _Steps.tokens(packing.index[tokens])
         step_rewards = task_rewards + kl_rewards
     step_values = values[steps.first_token]
-    step_advantages = _advantages(config, step_rewards, step_values, steps, truncated.bool())
+    step_advantages = _advantages(
+        config, step_rewards, step_values, steps, truncated.bool() & config.bootstrap_truncated
+    )
     advantages = step_advantages[steps.of_token]
     if config.gae_timestep_unit == "turn":
         advantages = advantages + kl_rewards
@@ -153,12 +156,10 @@ def _lambda_function(name: str) -> Callable[..., float]:
     if name in _BUILT_IN_LAMBDAS:
         return _BUILT_IN_LAMBDAS[name]
     module, _, attribute = name.rpartition(".")
-    if not module:
-        raise ValueError(
-            f"gae_lambda: found {name!r}, expected a number, one of {', '.join(_BUILT_IN_LAMBDAS)}, "
-            "or the dotted path of a callable(num_steps, **gae_lambda_kwargs)"
-        )
-    return getattr(import_module(module), attribute)
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"gae_lambda: {name} cannot be imported: {error}") from error
 
 
 def _check_shapes(by_token: dict[str, torch.Tensor], num_tokens: int, truncated: torch.Tensor, num: int) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unirl.algorithms.config import PolicyLossConfig
+from unirl.algorithms.config import PolicyLossConfig, ValueLossConfig
 from unirl.algorithms.packed import Packing
 
 
@@ -33,7 +33,7 @@ def _count(mask: torch.Tensor, packing: Packing) -> Denominators:
 
 
 def token_weights(
-    config: PolicyLossConfig,
+    config: PolicyLossConfig | ValueLossConfig,
     mask: torch.Tensor,
     packing: Packing,
     denominators: Denominators | None,

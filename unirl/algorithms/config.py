@@ -6,6 +6,11 @@ from typing import Any
 from unirl.algorithms.validation import key_problems
 from unirl.utils.keys import key
 
+GAE_LAMBDAS = {"vapo_length_adaptive": "alpha", "relative_position": "q"}
+"""Built-in lambdas by name, and the argument that each takes."""
+
+AGGREGATION_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
 
 @dataclass
 class NormConfig:
@@ -60,6 +65,11 @@ class PolicyLossConfig:
     importance_sampling_level: str = key(
         "token", "Ratio of each token, or one per sequence: the geometric mean (GSPO).", choices=["token", "sequence"]
     )
+    old_logp_source: str = key(
+        "rollout",
+        "Anchor of the ratio: the rollout's own log-probs, or those of the policy before the update, recomputed.",
+        choices=["rollout", "recompute"],
+    )
     use_decoupled_loss: bool = key(
         False, "Anchor the ratio on the proximal policy and weight tokens by proximal over rollout probability."
     )
@@ -69,14 +79,27 @@ class PolicyLossConfig:
     loss_agg_mode: str = key(
         "token-mean",
         "How token losses become one number.",
-        choices=["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+        choices=AGGREGATION_MODES,
     )
     horizon: int | None = key(
         None, "Constant that divides a sequence's sum (seq-mean-token-sum-norm), usually sampling.max_new_tokens.", gt=0
     )
     entropy_coef: float = key(0.0, "Weight of the entropy bonus.", ge=0)
     kl_coef: float = key(0.0, "Weight of the KL to the reference policy in the loss.", ge=0)
-    kl_estimator: str = key("k3", "Estimator of that KL.", choices=["k1", "k2", "k3"])
+    kl_estimator: str = key(
+        "k3", "Estimator of the KL to the reference policy, in loss and reward.", choices=["k1", "k2", "k3"]
+    )
+
+
+@dataclass
+class ValueLossConfig:
+    """The loss of a critic."""
+
+    value_clip: float | None = key(
+        0.5, "A value's loss stops falling once it has moved so far from the old value; null: no clipping.", gt=0
+    )
+    loss_agg_mode: str = key("token-mean", "How token losses become one number.", choices=AGGREGATION_MODES)
+    horizon: int | None = key(None, "Constant that divides a sequence's sum (seq-mean-token-sum-norm).", gt=0)
 
 
 @dataclass
@@ -90,6 +113,11 @@ class GAEConfig:
     )
     gae_lambda_kwargs: dict[str, Any] = key(factory=dict, doc="Arguments of a lambda given by name: alpha, q, ...")
     gae_timestep_unit: str = key("token", "What one step is.", choices=["token", "turn"])
+    bootstrap_truncated: bool = key(
+        True,
+        "A truncated sequence goes on as its last value says; false: it ends like any other. Use false where most "
+        "sequences are truncated: the last value is then part of its own target and drifts.",
+    )
 
 
 @dataclass
@@ -113,10 +141,7 @@ def loss_config_problems(config: PolicyLossConfig) -> list[str]:
     # The config of a trainer's algorithm has further keys, which are not this function's to judge.
     if problems := key_problems(config, fields(PolicyLossConfig)):
         return problems
-    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.horizon is None:
-        problems.append(
-            "horizon: found null, expected a number > 0: loss_agg_mode seq-mean-token-sum-norm divides by it"
-        )
+    problems += _aggregation_problems(config)
     if config.loss == "cispo":
         if not config.eps_clip_higher:
             problems.append(
@@ -126,6 +151,11 @@ def loss_config_problems(config: PolicyLossConfig) -> list[str]:
             problems.append("importance_sampling_level: loss cispo weights single tokens; set it to token")
     if config.loss == "sapo" and config.use_decoupled_loss:
         problems.append("use_decoupled_loss: loss sapo gates the ratio to the rollout policy; set it to false")
+    if config.use_decoupled_loss and config.old_logp_source == "recompute":
+        problems.append(
+            "old_logp_source: use_decoupled_loss compares recomputed with rollout log-probs and needs both; set it to "
+            "rollout, or use_decoupled_loss to false"
+        )
     if config.rejection_sampling is not None:
         if not config.use_decoupled_loss:
             problems.append(
@@ -134,6 +164,40 @@ def loss_config_problems(config: PolicyLossConfig) -> list[str]:
             )
         problems += _rejection_problems(config.rejection_sampling)
     return problems
+
+
+def value_loss_config_problems(config: ValueLossConfig) -> list[str]:
+    """The same for the config of a critic's loss."""
+    return key_problems(config, fields(ValueLossConfig)) or _aggregation_problems(config)
+
+
+def gae_config_problems(config: GAEConfig) -> list[str]:
+    """The same for the config of the advantage estimation; a dotted path is not imported."""
+    if problems := key_problems(config):
+        return problems
+    gae_lambda, arguments = config.gae_lambda, sorted(config.gae_lambda_kwargs)
+    if not isinstance(gae_lambda, str):
+        if not 0 <= gae_lambda <= 1:
+            problems.append(f"gae_lambda: found {gae_lambda}, expected a number from 0 to 1, or a name")
+        if arguments:
+            problems.append(f"gae_lambda_kwargs: found {arguments}, but the lambda is a number; leave them out")
+    elif gae_lambda in GAE_LAMBDAS:
+        if arguments != [GAE_LAMBDAS[gae_lambda]]:
+            problems.append(
+                f"gae_lambda_kwargs: found {arguments}, but {gae_lambda} takes [{GAE_LAMBDAS[gae_lambda]!r}]"
+            )
+    elif "." not in gae_lambda:
+        problems.append(
+            f"gae_lambda: found {gae_lambda!r}, expected a number, one of {', '.join(GAE_LAMBDAS)}, or the dotted path "
+            "of a callable(num_steps, **gae_lambda_kwargs)"
+        )
+    return problems
+
+
+def _aggregation_problems(config: PolicyLossConfig | ValueLossConfig) -> list[str]:
+    if config.loss_agg_mode != "seq-mean-token-sum-norm" or config.horizon is not None:
+        return []
+    return ["horizon: found null, expected a number > 0: loss_agg_mode seq-mean-token-sum-norm divides by it"]
 
 
 def _rejection_problems(rejection: RejectionConfig) -> list[str]:
@@ -160,7 +224,7 @@ def _rejection_problems(rejection: RejectionConfig) -> list[str]:
 def required_inputs(config: PolicyLossConfig) -> tuple[str, ...]:
     """Arguments of `policy_loss`, beside the ones that are always there, that this config needs."""
     needs = {
-        "prox_logp": config.use_decoupled_loss,
+        "prox_logp": config.use_decoupled_loss or config.old_logp_source == "recompute",
         "ref_logp": config.kl_coef > 0,
         "entropy": config.entropy_coef > 0,
     }

@@ -8,6 +8,7 @@ import torch
 
 from unirl.algorithms.aggregate import Denominators, token_weights
 from unirl.algorithms.config import PolicyLossConfig, loss_config_problems, required_inputs
+from unirl.algorithms.finite import finite_values
 from unirl.algorithms.kl import kl_derivative, kl_estimate
 from unirl.algorithms.metrics import Metric, masked_max, masked_mean
 from unirl.algorithms.packed import Packing
@@ -51,7 +52,8 @@ def policy_loss(
         fp32, or in the widest dtype given. Gradient flows to `logp`, and to `entropy` where it has a weight.
     loss_mask [T] bool: False leaves a token out.
     cu_seqlens [N+1] integer: bounds of the sequences, which may be empty.
-    prox_logp [T]: proximal policy (`use_decoupled_loss`). ref_logp [T]: reference policy (`kl_coef`).
+    prox_logp [T]: proximal policy (`use_decoupled_loss`, `old_logp_source: recompute`).
+    ref_logp [T]: reference policy (`kl_coef`; else only the metric of its KL).
     entropy [T]: of the policy at each token, in nats (`entropy_coef`; else only its metric).
     denominators: counts over the whole global batch; None counts this call's own.
 
@@ -61,8 +63,9 @@ def policy_loss(
     call = _prepare(
         config, logp, old_logp, advantages, loss_mask, cu_seqlens, prox_logp, ref_logp, entropy, denominators
     )
-    surrogate = call.token_loss.loss(call.config, call.terms)
-    per_token = torch.where(call.behaviour.kept, call.behaviour.weights * surrogate, 0)
+    weighted = call.behaviour.weights * call.token_loss.loss(call.config, call.terms)
+    surrogate = torch.where(call.behaviour.kept, weighted, 0)
+    per_token = surrogate
     if call.config.kl_coef > 0:
         per_token = per_token + call.config.kl_coef * kl_estimate(
             call.config.kl_estimator, call.terms.logp, call.ref_logp
@@ -70,7 +73,7 @@ def policy_loss(
     if call.config.entropy_coef > 0:
         per_token = per_token - call.config.entropy_coef * call.entropy
     loss = (call.weights * per_token).sum()
-    return PolicyLossOutput(loss, per_token, _metrics(call, loss))
+    return PolicyLossOutput(loss, per_token, _metrics(call, loss, surrogate))
 
 
 @torch.no_grad()
@@ -106,7 +109,10 @@ def policy_loss_derivative(
 
 @dataclass(frozen=True)
 class _Call:
-    """Checked inputs of one call. live [T] bool: unmasked tokens all of whose values are finite."""
+    """Checked inputs of one call. live [T] bool: unmasked tokens all of whose values are finite.
+
+    rollout_logp [T]: of the rollout policy, whatever anchors the ratio. prox_logp [T]: None where it is not needed.
+    """
 
     config: PolicyLossConfig
     token_loss: TokenLoss
@@ -116,6 +122,7 @@ class _Call:
     terms: RatioTerms
     behaviour: Behaviour
     weights: torch.Tensor
+    rollout_logp: torch.Tensor
     prox_logp: torch.Tensor | None
     ref_logp: torch.Tensor | None
     entropy: torch.Tensor | None
@@ -134,12 +141,12 @@ def _prepare(
     _check_inputs(config, values, loss_mask, needed)
     mask = loss_mask.bool()
     packing = Packing.from_cu_seqlens(cu_seqlens, mask.numel())
-    values, live = _finite_values(values, mask)
-    if not config.use_decoupled_loss:
-        values["prox_logp"] = values["old_logp"]
-    terms = ratio_terms(
-        config, values["logp"], values["old_logp"], values["prox_logp"], values["advantages"], live, packing
-    )
+    values, live = finite_values(values, mask, differentiable=("logp", "entropy"))
+    rollout_logp, prox_logp = values["old_logp"], values["prox_logp"] if "prox_logp" in needed else None
+    # With a recomputed source the proximal policy takes the place of the rollout policy in every formula.
+    old_logp = prox_logp if config.old_logp_source == "recompute" else rollout_logp
+    anchor_logp = prox_logp if config.use_decoupled_loss else old_logp
+    terms = ratio_terms(config, values["logp"], old_logp, anchor_logp, values["advantages"], live, packing)
     return _Call(
         config=config,
         token_loss=algorithm_class(config.loss).token_loss,
@@ -147,16 +154,21 @@ def _prepare(
         loss_mask=mask,
         live=live,
         terms=terms,
-        behaviour=behaviour(config, values["old_logp"], values["prox_logp"], live, packing),
+        behaviour=behaviour(config, rollout_logp, prox_logp, live, packing),
         weights=torch.where(live, token_weights(config, mask, packing, denominators, values["logp"].dtype), 0),
-        prox_logp=values["prox_logp"],
+        rollout_logp=rollout_logp,
+        prox_logp=prox_logp,
         ref_logp=values.get("ref_logp"),
         entropy=values.get("entropy"),
     )
 
 
 def _check_inputs(config: PolicyLossConfig, values: dict[str, torch.Tensor], loss_mask: torch.Tensor, needed) -> None:
-    reasons = {"prox_logp": "use_decoupled_loss", "ref_logp": "kl_coef", "entropy": "entropy_coef"}
+    reasons = {
+        "prox_logp": "use_decoupled_loss" if config.use_decoupled_loss else "old_logp_source",
+        "ref_logp": "kl_coef",
+        "entropy": "entropy_coef",
+    }
     for name in needed:
         if name not in values:
             raise ValueError(
@@ -170,27 +182,11 @@ def _check_inputs(config: PolicyLossConfig, values: dict[str, torch.Tensor], los
             )
 
 
-def _finite_values(values: dict[str, torch.Tensor], mask: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The values in one dtype, fp32 or wider, with 0 at every token that takes no part; and which tokens do.
-
-    What is replaced here never meets arithmetic, so that a masked NaN leaves no NaN in any gradient.
-    """
-    dtype = torch.float32
-    for value in values.values():
-        dtype = torch.promote_types(dtype, value.dtype)
-    live = mask
-    for value in values.values():
-        live = live & value.isfinite()
-    constant = {name: value for name, value in values.items() if name not in ("logp", "entropy")}
-    constant = {name: value.detach() for name, value in constant.items()}
-    return {name: torch.where(live, value.to(dtype), 0) for name, value in {**values, **constant}.items()}, live
-
-
 @torch.no_grad()
-def _metrics(call: _Call, loss: torch.Tensor) -> dict[str, Metric]:
+def _metrics(call: _Call, loss: torch.Tensor, surrogate: torch.Tensor) -> dict[str, Metric]:
     terms, live = call.terms, call.live
     upper, lower = call.token_loss.limits(call.config, terms)
-    replay_logp = call.prox_logp if call.config.use_decoupled_loss else terms.logp
+    replay_logp = terms.logp if call.prox_logp is None else call.prox_logp
     means = {
         "ratio_mean": terms.ratio,
         "approx_kl": torch.expm1(terms.log_ratio) - terms.log_ratio,
@@ -198,19 +194,20 @@ def _metrics(call: _Call, loss: torch.Tensor) -> dict[str, Metric]:
         "clipfrac_upper": upper,
         "clipfrac_lower": lower,
         "clip_ratio": upper | lower,
-        "rollout_replay_logp_absdiff_mean": (replay_logp - terms.old_logp).abs(),
+        "rollout_replay_logp_absdiff_mean": (replay_logp - call.rollout_logp).abs(),
         **call.token_loss.diagnostics(call.config, terms),
     }
     if call.entropy is not None:
         means["entropy"] = call.entropy
-    if call.config.kl_coef > 0:
+    if call.ref_logp is not None:
         means["ref_kl"] = kl_estimate(call.config.kl_estimator, terms.logp, call.ref_logp)
     if call.config.use_decoupled_loss:
-        means["behave_approx_kl_abs"] = (call.prox_logp - terms.old_logp).abs()
+        means["behave_approx_kl_abs"] = (call.prox_logp - call.rollout_logp).abs()
         means["behave_weight_mean"] = call.behaviour.weights
         means["behave_cap_ratio"] = ~call.behaviour.kept
     metrics = {name: masked_mean(value.to(loss.dtype), live) for name, value in means.items()}
     metrics["loss"] = Metric(loss.detach(), live.sum(), "sum")
+    metrics["actor_loss"] = Metric((call.weights * surrogate.detach()).sum(), live.sum(), "sum")
     metrics["ratio_max"] = masked_max(terms.ratio, live)
     metrics["nonfinite_tokens"] = Metric((call.loss_mask & ~live).sum(), call.loss_mask.sum(), "sum")
     return metrics

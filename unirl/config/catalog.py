@@ -108,7 +108,9 @@ def nearest_keys(path: str, schema: type) -> list[str]:
     same_name = [known for known in paths if _leaf(known) == _leaf(path)]
     if same_name:
         best = nearest(path, same_name)
-        return [best] if _likeness(path, best) > 0.9 else same_name[:3]
+        if _likeness(path, best) > 0.9:
+            return [best]
+        return sorted(same_name, key=lambda known: known.count("."))[:3]
     return [max(paths, key=lambda known: sum(map(_likeness, _parts(path), _parts(known))))]
 
 

@@ -18,6 +18,7 @@ class Geometry:
     ep: int
     dp: int
     prompts: int
+    max_prompts_drawn: int
     samples: int
     samples_per_dp_rank: int
     longest_sample: int
@@ -40,6 +41,7 @@ class Geometry:
             ep=parallel.ep,
             dp=dp,
             prompts=config.batch_size,
+            max_prompts_drawn=max_prompts_drawn(config),
             samples=samples,
             samples_per_dp_rank=samples // dp,
             longest_sample=longest_sample(config),
@@ -60,8 +62,22 @@ def longest_sample(config: TrainConfig) -> int:
     return config.data.max_prompt_tokens + config.sampling.max_new_tokens
 
 
+def max_prompts_drawn(config: TrainConfig) -> int:
+    """Prompts that an iteration draws at most, to have batch_size groups left by algorithm.dynamic_filter."""
+    algorithm = config.algorithm
+    rounds = 1 if algorithm.dynamic_filter is None or algorithm.dynamic_bs else algorithm.max_sampling_rounds
+    return config.batch_size * rounds
+
+
 def total_steps(config: TrainConfig) -> int:
-    """Optimizer steps of the whole run."""
+    """Optimizer steps that the policy makes in the whole run: none while the critic warms up."""
+    critic = config.algorithm.critic
+    iterations = config.num_iterations - (critic.warmup_iterations if critic else 0)
+    return iterations * config.stack.num_updates_per_batch
+
+
+def critic_steps(config: TrainConfig) -> int:
+    """Optimizer steps that the critic makes in the whole run, where there is one."""
     return config.num_iterations * config.stack.num_updates_per_batch
 
 

@@ -23,7 +23,7 @@ python -m unirl.train_ar --config-name=ar/arith_drpo_tiny_cpu seed=1 run_dir=run
 | what | how |
 |---|---|
 | set a key | `optimizer.lr=2e-6`; `+optimizer.lr=2e-6` means the same |
-| unset it | `rollout.num_threads=null` |
+| unset it | `num_threads=null` |
 | a list, a section | `'optimizer.betas=[0.9,0.95]'`, `'data.tasks={chain_sum: {min_terms: 2}}'` |
 | special characters | `'run_dir="runs/a=b"'` |
 | choose a preset of a section | `algorithm=grpo`: the file `algorithm/grpo.yaml` beside the recipes |

@@ -7,11 +7,14 @@ Rules that involve one key stand in its declaration; rules between keys stand in
 from dataclasses import dataclass
 from typing import Any
 
-from unirl.algorithms.config import NormConfig, PolicyLossConfig
+from unirl.algorithms.config import GAEConfig, NormConfig, PolicyLossConfig, ValueLossConfig
 from unirl.utils.keys import key
 
 SCORERS = ("math_boxed", "math_verify", "reasoning_gym")
 """Built-in scorers, by the name that reward.scorer takes."""
+
+GROUP_FILTERS = ("nonzero_variance",)
+"""Built-in group filters, by the name that algorithm.dynamic_filter takes."""
 
 
 @dataclass
@@ -21,7 +24,11 @@ class ModelConfig:
         None,
         "Dotted path of a callable(path) that makes the folder where it does not exist (small models of the demos).",
     )
-    reference_path: str | None = key(None, "Hugging Face folder of the reference model that KL terms compare with.")
+    reference_path: str | None = key(
+        None,
+        "Hugging Face folder (or hub name) of the frozen reference policy that KL terms compare with; may be "
+        "model.path. Without a KL term the KL is only reported.",
+    )
     dtype: str = key(
         "float32",
         "Dtype of weights and activations in training; master weights are always float32.",
@@ -67,7 +74,6 @@ class SamplingConfig:
 class RolloutConfig:
     engine: str = key("native", "Rollout engine.", choices=["native", "sglang"])
     max_batch_size: int = key(1024, "Samples decoded at once by the native engine.", ge=1)
-    num_threads: int | None = key(None, "CPU threads of the native engine; null takes all cores.", ge=1)
 
 
 @dataclass
@@ -93,6 +99,34 @@ class RewardConfig:
 
 
 @dataclass
+class OptimizerConfig:
+    lr: float = key(1e-6, "Peak learning rate.", gt=0)
+    min_lr: float = key(0.0, "Learning rate at the end of a linear or cosine schedule.", ge=0)
+    betas: list[float] = key(factory=lambda: [0.9, 0.999], doc="AdamW betas.", ge=0, lt=1)
+    eps: float = key(1e-8, "AdamW epsilon.", gt=0)
+    weight_decay: float = key(0.01, "AdamW weight decay.", ge=0)
+    schedule: str = key(
+        "constant", "Learning-rate schedule after the warm-up.", choices=["constant", "linear", "cosine"]
+    )
+    warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", ge=0)
+
+
+@dataclass
+class CriticOptimizerConfig(OptimizerConfig):
+    lr: float = key(1e-5, "Peak learning rate.", gt=0)
+
+
+@dataclass
+class CriticConfig(ValueLossConfig):
+    path: str | None = key(
+        None, "Hugging Face folder whose trunk the critic starts from; null: model.path. Same tokenizer."
+    )
+    warmup_iterations: int = key(0, "First iterations that train the critic alone.", ge=0)
+    max_grad_norm: float = key(1.0, "Gradients of the critic are clipped to this global norm.", gt=0)
+    optimizer: CriticOptimizerConfig = key(factory=CriticOptimizerConfig, doc="AdamW of the critic and its schedule.")
+
+
+@dataclass
 class AlgorithmConfig(PolicyLossConfig):
     temperature: float = key(
         "${sampling.temperature}", "Temperature of the log-probs in training; must be sampling.temperature."
@@ -101,7 +135,25 @@ class AlgorithmConfig(PolicyLossConfig):
         factory=lambda: NormConfig(mean_level="group", std_level=None), doc="How rewards become advantages."
     )
     reward_norm: NormConfig | None = key(None, "Normalisation of rewards before that; null: none.")
+    dynamic_filter: str | None = key(
+        None,
+        f"Train only on groups that this keeps: {', '.join(GROUP_FILTERS)} (rewards that are not all equal), or the "
+        "dotted path of a callable(group: Part) -> bool; null keeps all.",
+    )
+    dynamic_bs: bool = key(
+        False,
+        "Draw batch_size prompts once and train on the groups that the filter leaves; false draws more prompts until "
+        "batch_size groups are kept.",
+    )
+    max_sampling_rounds: int = key(
+        10, "Rounds of at most batch_size prompts drawn in an iteration to fill the batch (dynamic_bs false).", ge=1
+    )
+    gae: GAEConfig | None = key(
+        None, "Advantages of single tokens or turns by GAE; null: one advantage for a whole sample."
+    )
+    critic: CriticConfig | None = key(None, "Value model that GAE takes its values from; null: none, values are 0.")
     kl_ctl: float = key(0.0, "Weight of the KL to the reference policy in the reward.", ge=0)
+    success_filter: bool = key(False, "Train on samples with a reward > 0 only (RAFT++).")
     allow_multi_update: bool = key(
         False,
         "Split a batch into stack.num_updates_per_batch disjoint mini-batches though the loss anchors its ratio "
@@ -129,19 +181,6 @@ class ParallelConfig:
     cp: int = key(1, "Context-parallel size.", ge=1)
     ep: int = key(1, "Expert-parallel size.", ge=1)
     sequence_parallel: bool = key(False, "Shard activations along the sequence in TP groups.")
-
-
-@dataclass
-class OptimizerConfig:
-    lr: float = key(1e-6, "Peak learning rate.", gt=0)
-    min_lr: float = key(0.0, "Learning rate at the end of a linear or cosine schedule.", ge=0)
-    betas: list[float] = key(factory=lambda: [0.9, 0.999], doc="AdamW betas.", ge=0, lt=1)
-    eps: float = key(1e-8, "AdamW epsilon.", gt=0)
-    weight_decay: float = key(0.01, "AdamW weight decay.", ge=0)
-    schedule: str = key(
-        "constant", "Learning-rate schedule after the warm-up.", choices=["constant", "linear", "cosine"]
-    )
-    warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", ge=0)
 
 
 @dataclass
@@ -187,6 +226,9 @@ class TrainConfig:
     batch_size: int = key("???", "Prompts per iteration.", ge=1)
     num_iterations: int = key("???", "Iterations: rollout batches to train on.", ge=1)
     seed: int = key(0, "Seed of sampling; data.seed decides the prompts.", ge=0)
+    num_threads: int | None = key(
+        None, "CPU threads of a process; null leaves it to torch. Tiny models are fastest with 1.", ge=1
+    )
     run_dir: str = key("???", "Folder of the run: config, metrics, samples, checkpoints.")
     resume: str = key(
         "never",

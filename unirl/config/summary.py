@@ -44,7 +44,8 @@ def _topology(config: TrainConfig, geometry: Geometry) -> dict[str, str]:
 def _batch(config: TrainConfig, geometry: Geometry) -> dict[str, str]:
     sampling = config.sampling
     return {
-        "prompts per iteration": f"{geometry.prompts}",
+        "prompts per iteration": _prompts(config, geometry),
+        "group filter": config.algorithm.dynamic_filter or "none, all groups are kept",
         "samples per iteration": f"{geometry.samples} ({geometry.prompts} prompts x {sampling.num_samples} samples)",
         "samples per DP rank": f"{geometry.samples_per_dp_rank}",
         "longest sample": (
@@ -59,6 +60,16 @@ def _batch(config: TrainConfig, geometry: Geometry) -> dict[str, str]:
             f"{config.optimizer.lr:g}, {config.optimizer.schedule}, {config.optimizer.warmup_steps} warm-up steps"
         ),
     }
+
+
+def _prompts(config: TrainConfig, geometry: Geometry) -> str:
+    algorithm = config.algorithm
+    if algorithm.dynamic_filter is None:
+        return f"{geometry.prompts}"
+    if algorithm.dynamic_bs:
+        return f"{geometry.prompts} sampled, up to {geometry.prompts} kept"
+    rounds = algorithm.max_sampling_rounds
+    return f"{geometry.prompts} kept, up to {geometry.max_prompts_drawn} sampled (at most {rounds} rounds)"
 
 
 def _evaluation(config: TrainConfig) -> dict[str, str]:

@@ -51,7 +51,7 @@ def make_base_model(path: str, *, careful_steps: int = CAREFUL_STEPS, lazy_steps
     Takes about half a minute on one core. Equal calls on one machine give equal bytes. Raises UserError where the
     folder cannot be written.
     """
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"Making the base model {path}: {careful_steps} careful steps, then {lazy_steps} lazy ones")
     started = time.perf_counter()
     with torch.random.fork_rng(devices=[]), _one_thread(), Progress(console=console, transient=True) as progress:

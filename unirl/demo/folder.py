@@ -1,6 +1,8 @@
 """Writes a model's Hugging Face folder whole or not at all."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -27,11 +29,18 @@ def write_folder(path: str | Path, model: PreTrainedModel, tokenizer: PreTrained
 
 
 def _save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    shows_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # a bar for a single file
-    try:
+    with quiet_progress():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def quiet_progress() -> Iterator[None]:
+    """Without transformers' own progress bars."""
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
     finally:
         if shows_bars:
             logging.enable_progress_bar()

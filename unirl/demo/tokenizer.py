@@ -9,7 +9,7 @@ PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MAX_VOCAB = 352
 
 # Merges stay within a piece. A digit is a piece of its own, so that a number reads the same wherever it stands.
-_PIECES = r"\\boxed\{| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]|\s+"
+_PIECES = r"\\boxed\{| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9\\]|\\|\s+"
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"

@@ -10,10 +10,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 _SHOWN = {
     "reward/mean": ("reward", ".3f"),
+    "sampling/rounds": ("rounds", ".0f"),
+    "sampling/trained_groups": ("groups", ".0f"),
+    "filtered_fraction": ("filtered", ".2f"),
     "response/length_mean": ("length", ".1f"),
     "loss": ("loss", ".4f"),
     "grad_norm": ("grad_norm", ".3f"),
-    "approx_kl": ("kl", ".5f"),
     "entropy": ("entropy", ".3f"),
     "tokens_per_second": ("tok/s", ".0f"),
     "time/iteration": ("sec", ".2f"),

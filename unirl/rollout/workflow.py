@@ -30,11 +30,14 @@ def single_turn(
     iteration: int,
     num_samples: int,
     first_sample_id: int,
+    first_position: int = 0,
     on_progress: ProgressCallback | None = None,
 ) -> Part:
     """Draw `num_samples` samples of each prompt, packed as by `pack_completions`.
 
-    The same seed, iteration and prompts give the same samples, whatever was generated before.
+    The same seed, iteration, positions and prompts give the same samples, whatever was generated before.
+    `first_position` is that of the first prompt among all prompts of the iteration: where they come in several calls,
+    no two share a position, and so a random stream.
     """
     requests = [
         GenerationRequest(
@@ -42,13 +45,13 @@ def single_turn(
             params=params,
             seeds=tuple(sample_seed(seed, iteration, position, sample) for sample in range(num_samples)),
         )
-        for position, prompt in enumerate(prompts)
+        for position, prompt in enumerate(prompts, start=first_position)
     ]
     return pack_completions(prompts, engine.generate(requests, on_progress), first_sample_id=first_sample_id)
 
 
 def sample_seed(seed: int, iteration: int, position: int, sample: int) -> int:
-    """The seed, in [0, 2**63), of sample number `sample` of the prompt at `position` in the batch of `iteration`.
+    """The seed, in [0, 2**63), of sample number `sample` of the prompt at `position` in `iteration`.
 
     A hash of all four (numpy's `SeedSequence`): none of them can be traded for another, as a sum of them could.
     """

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ _NAME = re.compile(r"iteration_(\d{8})")
 class CheckpointStore:
     """Folders `iteration_00000010` below `path`, the newest `keep` of them kept.
 
-    A folder holds `state.json` (counters and sampler state, plain JSON) and what `write_actor` puts into `actor/`.
+    A folder holds `state.json` (counters and sampler state, plain JSON) and a folder for each model: `actor`, and
+    `critic` where there is one.
     """
 
     def __init__(self, path: Path, *, keep: int):
@@ -31,14 +32,18 @@ class CheckpointStore:
             return []
         return sorted(int(found[1]) for entry in self.path.iterdir() if (found := _NAME.fullmatch(entry.name)))
 
-    def save(self, iteration: int, state: dict[str, Any], write_actor: Callable[[Path], None]) -> Path:
-        """Write a whole checkpoint or none, then delete those beyond `keep`. Raises UserError on a full disk."""
+    def save(self, iteration: int, state: dict[str, Any], writers: Mapping[str, Callable[[Path], None]]) -> Path:
+        """Write a whole checkpoint or none, then delete those beyond `keep`; `writers` fill the folder of each model.
+
+        Raises UserError on a full disk.
+        """
         target = self._folder(iteration)
         aside = self.path / f".tmp-{target.name}"
         try:
             self._clean()
-            (aside / "actor").mkdir(parents=True)
-            write_actor(aside / "actor")
+            for name, write in writers.items():
+                (aside / name).mkdir(parents=True)
+                write(aside / name)
             (aside / "state.json").write_text(json.dumps(state, indent=1))
             _sync_to_disk(aside)
             if target.exists():
@@ -55,10 +60,20 @@ class CheckpointStore:
             shutil.rmtree(self._folder(old))
         return target
 
-    def load(self, iteration: int, read_actor: Callable[[Path], None]) -> dict[str, Any]:
-        """Give `actor/` of that iteration to `read_actor` and return the state that was saved with it."""
+    def load(self, iteration: int, readers: Mapping[str, Callable[[Path], None]]) -> dict[str, Any]:
+        """Give each model's folder of that iteration to its reader and return the state that was saved with them.
+
+        Raises UserError where the checkpoint holds other models.
+        """
         folder = self._folder(iteration)
-        read_actor(folder / "actor")
+        found = {entry.name for entry in folder.iterdir() if entry.is_dir()}
+        if found != readers.keys():
+            raise UserError(
+                f"{folder} holds {', '.join(sorted(found))}, this run trains {', '.join(sorted(readers))}: resume with "
+                "or without a critic (algorithm.critic) as it was, or start another run_dir"
+            )
+        for name, read in readers.items():
+            read(folder / name)
         return json.loads((folder / "state.json").read_text())
 
     def _folder(self, iteration: int) -> Path:

@@ -25,6 +25,7 @@ class MicroBatch:
     old_logp [R] float32: rollout log-probs.
     loss_mask [R] bool: False on a response token that is left out (a value that is not finite).
     sample_positions [N] int64: position of each sample in the Part.
+    token_positions [R] int64: position of each response token in the Part's tokens.
     advantages, prox_logp, ref_logp, values, returns [R] float32, or None where the Part has none.
     """
 
@@ -38,6 +39,7 @@ class MicroBatch:
     old_logp: torch.Tensor
     loss_mask: torch.Tensor
     sample_positions: torch.Tensor
+    token_positions: torch.Tensor
     advantages: torch.Tensor | None = None
     prox_logp: torch.Tensor | None = None
     ref_logp: torch.Tensor | None = None
@@ -162,6 +164,7 @@ def _pack(part: Part, layout: _Layout, trees: list[list[int]]) -> MicroBatch:
         old_logp=old_logp,
         loss_mask=torch.isfinite(torch.stack([old_logp, *estimates.values()])).all(0),
         sample_positions=torch.tensor([sample for tree in trees for sample in tree]),
+        token_positions=loss_tokens,
         **estimates,
     )
 

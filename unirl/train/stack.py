@@ -1,24 +1,26 @@
 """`TrainStack`: one rollout batch in, optimizer steps and their metrics out."""
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from unirl.algorithms import Denominators, PolicyAlgorithm, count_denominators, merge_metrics
+from unirl.algorithms import (
+    Denominators,
+    PolicyAlgorithm,
+    count_denominators,
+    merge_metrics,
+    required_inputs,
+    value_statistics,
+)
 from unirl.config.schema import StackConfig
-from unirl.train.packing import plan_micro_batches
+from unirl.train.critic import CriticTrainer, StepResult, critic_metrics
+from unirl.train.log_prob_pass import LogProbPolicy, token_log_probs
+from unirl.train.packing import MicroBatch, plan_micro_batches
 from unirl.types import Part
 
 
-class StepResult(Protocol):
-    """What an actor says of one optimizer step."""
-
-    grad_norm: float
-    lr: float
-    skipped: bool
-
-
-class Actor(Protocol):
+class Actor(LogProbPolicy, Protocol):
     """The policy under training, as far as `TrainStack` needs it."""
 
     def forward_backward(self, micro_batches, loss_fn) -> list[dict]: ...
@@ -27,14 +29,21 @@ class Actor(Protocol):
 
 
 class TrainStack:
-    """Splits a batch into mini-batches and micro-batches and drives algorithm and actor over them.
+    """Splits a batch into mini-batches and micro-batches and drives algorithm and actor over them, and the critic where
+    there is one.
 
     Raises ValueError where several updates per batch are asked of an algorithm that anchors its ratio on the
     rollout's own log-probs, unless `allow_multi_update`.
     """
 
     def __init__(
-        self, actor: Actor, algorithm: PolicyAlgorithm, config: StackConfig, *, allow_multi_update: bool = False
+        self,
+        actor: Actor,
+        algorithm: PolicyAlgorithm,
+        config: StackConfig,
+        *,
+        allow_multi_update: bool = False,
+        critic: CriticTrainer | None = None,
     ):
         if config.num_updates_per_batch > 1 and not (algorithm.supports_multi_update or allow_multi_update):
             raise ValueError(
@@ -45,36 +54,86 @@ class TrainStack:
         self.actor = actor
         self.algorithm = algorithm
         self.config = config
+        self.critic = critic
 
-    def train_track(self, part: Part) -> dict[str, float]:
+    def with_values(self, part: Part) -> Part:
+        """The part with the critic's values [T]; the part itself where there is no critic."""
+        return part if self.critic is None else self.critic.with_values(part)
+
+    def train_track(self, part: Part, *, train_policy: bool = True) -> dict[str, float]:
         """Train on a graded `part` with advantages: `stack.num_updates_per_batch` optimizer steps at most.
 
         Samples that cannot move the policy (advantage 0 everywhere) are not run through the model, but stay in the
-        denominators. A mini-batch without any other sample makes no optimizer step. Returns metrics over the trained
-        tokens; `optimizer_steps` counts the steps made, and where it is 0 there is neither `loss` nor `grad_norm`.
+        denominators. A mini-batch without any other sample makes no optimizer step. Where the loss needs the proximal
+        policy, its log-probs are those of the policy as it is now, before the first step. Returns metrics over the
+        trained tokens; `optimizer_steps` counts the steps made, and where it is 0 there is neither `loss` nor
+        `grad_norm`.
 
-        Raises ValueError where `part` has no advantages.
+        A critic makes a step of its own on the same micro-batches, which then hold every sample with a token to learn
+        from; without `train_policy` it is the only one to step.
+
+        Raises ValueError where `part` has no advantages, or no values and returns for the critic.
         """
-        if part.advantages is None:
-            raise ValueError("train_track: the part has no advantages yet; compute them first")
+        self._check_estimates(part)
+        mini_batches = self._mini_batches(part)
+        if train_policy and "prox_logp" in required_inputs(self.algorithm.config):
+            part = self._with_proximal_policy(part, mini_batches)
         micro_metrics, steps, trained = [], [], 0
-        for samples in self._mini_batches(part):
+        value_metrics, critic_steps = [], []
+        for samples in mini_batches:
             denominators = _denominators(part, samples)
-            samples = samples[_moves_policy(part, self.algorithm)[samples]]
-            micro_batches = plan_micro_batches(
-                part, samples, token_budget=self.config.micro_batch_tokens, share_prompts=self.config.share_prompts
-            )
+            micro_batches = self._micro_batches(part, samples)
             if not micro_batches:
+                continue
+            if self.critic is not None:
+                found, step = self.critic.step(micro_batches, denominators)
+                value_metrics += found
+                critic_steps.append(step)
+            if not (train_policy and _moves_policy(part, self.algorithm)[samples].any()):
                 continue
             trained += sum(batch.sample_positions.numel() for batch in micro_batches)
             micro_metrics += self.algorithm.compute_loss_and_backward(self.actor, micro_batches, denominators)
             steps.append(self.actor.optimizer_step())
         return {
             **_step_metrics(merge_metrics(micro_metrics), steps),
+            **self._critic_metrics(part, value_metrics, critic_steps),
             "optimizer_steps": sum(not step.skipped for step in steps),
             "skipped_steps": sum(step.skipped for step in steps),
             "trained_fraction": trained / max(len(part), 1),
         }
+
+    def _check_estimates(self, part: Part) -> None:
+        if part.advantages is None:
+            raise ValueError("train_track: the part has no advantages yet; compute them first")
+        if self.critic is not None and (part.values is None or part.returns is None):
+            raise ValueError(
+                "train_track: the critic needs values and returns, and the part lacks them; compute them first"
+            )
+
+    def _critic_metrics(self, part: Part, micro_metrics: list, steps: list[StepResult]) -> dict[str, float | None]:
+        if self.critic is None:
+            return {}
+        statistics = value_statistics(part.values, part.returns, _trainable(part))
+        return {**statistics, **critic_metrics(micro_metrics, steps)}
+
+    def _with_proximal_policy(self, part: Part, mini_batches: list[torch.Tensor]) -> Part:
+        """The part with `prox_logp` [T]: the policy's present log-probs of the tokens that are going to be trained.
+
+        They are computed over the very micro-batches of the updates: rounding differs from one packing to another, and
+        so the first update finds exactly its own log-probs.
+        """
+        micro_batches = [batch for samples in mini_batches for batch in self._micro_batches(part, samples)]
+        return replace(part, prox_logp=token_log_probs(self.actor, part, micro_batches))
+
+    def _micro_batches(self, part: Part, samples: torch.Tensor) -> list[MicroBatch]:
+        """Of those of the samples that a model can learn from: a critic learns from all that are graded."""
+        learnt = _moves_policy(part, self.algorithm) if self.critic is None else _has_tokens(part, _trainable(part))
+        return plan_micro_batches(
+            part,
+            samples[learnt[samples]],
+            token_budget=self.config.micro_batch_tokens,
+            share_prompts=self.config.share_prompts,
+        )
 
     def _mini_batches(self, part: Part) -> list[torch.Tensor]:
         """Disjoint sample positions, whole groups dealt round in their order, one tensor for each update."""
@@ -99,16 +158,21 @@ def _denominators(part: Part, samples: torch.Tensor) -> Denominators:
 def _moves_policy(part: Part, algorithm: PolicyAlgorithm) -> torch.Tensor:
     """[N] bool: samples with a gradient. Every loss here is proportional to the advantage; extra terms are not."""
     trainable = _trainable(part)
-    if not algorithm.zero_advantage_means_zero_gradient:
-        return part.text.sum_by_sample(trainable.long()) > 0
-    return part.text.sum_by_sample((trainable & (part.advantages != 0)).long()) > 0
+    if algorithm.zero_advantage_means_zero_gradient:
+        trainable = trainable & (part.advantages != 0)
+    return _has_tokens(part, trainable)
+
+
+def _has_tokens(part: Part, tokens: torch.Tensor) -> torch.Tensor:
+    """tokens [T] bool -> [N] bool: samples with at least one of them."""
+    return part.text.sum_by_sample(tokens.long()) > 0
 
 
 def _step_metrics(metrics: dict[str, float], steps: list[StepResult]) -> dict[str, float]:
     if not steps:
         return {}
-    if "loss" in metrics:
-        metrics["loss"] /= len(steps)  # each update's loss is a sum over its own micro-batches
+    for name in metrics.keys() & {"loss", "actor_loss"}:
+        metrics[name] /= len(steps)  # each update's loss is a sum over its own micro-batches
     return {
         **metrics,
         "grad_norm": sum(step.grad_norm for step in steps) / len(steps),

@@ -3,8 +3,10 @@
 import shutil
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import torch
 
 from unirl.algorithms import make_algorithm
 from unirl.config.schema import TrainConfig
@@ -14,13 +16,27 @@ from unirl.observe.run_dir import RunDirectory
 from unirl.observe.trackers import make_trackers
 from unirl.sync import InProcessSync
 from unirl.train.checkpoint import CheckpointStore
+from unirl.train.critic import CriticTrainer
+from unirl.train.log_prob_pass import log_prob_pass
+from unirl.train.megatron.actor import MegatronActor
+from unirl.train.megatron.critic import MegatronCritic
 from unirl.train.stack import TrainStack
-from unirl.trainer.advantages import estimate_advantages
+from unirl.trainer.advantages import advantage_metrics, estimate_advantages
 from unirl.trainer.collect import Collector
 from unirl.trainer.evaluate import evaluate
+from unirl.trainer.group_filter import load_group_filter
 from unirl.trainer.interrupt import StopRequested, StopSignal
 from unirl.trainer.report import batch_metrics, readable_samples
-from unirl.trainer.setup import load_data, make_actor, make_engine, make_reward, prepare_model
+from unirl.trainer.setup import (
+    load_data,
+    make_actor,
+    make_critic,
+    make_engine,
+    make_reference,
+    make_reward,
+    prepare_model,
+)
+from unirl.trainer.token_advantages import check_gae
 from unirl.types import Part, SamplingParams
 
 
@@ -32,6 +48,7 @@ class TrainerState:
     prompts: str
     """Fingerprint of the training prompts: the sampler's position means nothing among others."""
     iteration: int = 0
+    next_sample_id: int = 0
     unwritten: dict[str, Any] | None = None
     """Metrics of an iteration that has trained but whose evaluation and line in metrics.jsonl are still to come."""
 
@@ -44,6 +61,11 @@ class ARTrainer:
 
     def __init__(self, config: TrainConfig, config_yaml: str):
         self.config = config
+        group_filter = load_group_filter(config.algorithm.dynamic_filter)
+        if config.algorithm.gae is not None:
+            check_gae(config.algorithm.gae)
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
         self.run = RunDirectory(config.run_dir, resume=config.resume)
         self.checkpoints = CheckpointStore(self.run.checkpoints_path, keep=config.checkpoint.keep)
         self.display = RunDisplay(config.num_iterations)
@@ -60,13 +82,22 @@ class ARTrainer:
             self.reward = resources.enter_context(make_reward(config.reward))
             self.actor = make_actor(config)
             resources.callback(self.actor.close)
+            self.critic = make_critic(config, self.actor)
+            if self.critic is not None:
+                resources.callback(self.critic.close)
+            self.reference = make_reference(config, self.actor)
+            if self.reference is not None:
+                resources.callback(self.reference.close)
             self.engine = make_engine(config)
             resources.callback(self.engine.close)
             self._resources = resources.pop_all()
-        self.collector = Collector(config, data, self.engine, self.reward)
-        algorithm = make_algorithm(config.algorithm)
+        self.collector = Collector(config, data, self.engine, self.reward, group_filter)
         self.stack = TrainStack(
-            self.actor, algorithm, config.stack, allow_multi_update=config.algorithm.allow_multi_update
+            self.actor,
+            make_algorithm(config.algorithm),
+            config.stack,
+            allow_multi_update=config.algorithm.allow_multi_update,
+            critic=self.critic and CriticTrainer(self.critic, config.algorithm.critic, config.stack),
         )
         self.sync = InProcessSync(self.actor, self.engine)
 
@@ -96,25 +127,47 @@ class ARTrainer:
     def _train_iteration(self) -> None:
         config, iteration, started = self.config, self.state.iteration, time.perf_counter()
         with self.stop.abandonable():
-            batch = self.collector.collect(iteration, self.display)
-            part = estimate_advantages(batch.part, config.algorithm)
+            batch = self.collector.collect(iteration, self.state.next_sample_id, self.display)
+            with self.display.phase("reference") as reference:
+                part = self._with_reference(batch.part)
+            with self.display.phase("values") as values:
+                part = self.stack.with_values(part)
+            part = estimate_advantages(part, config.algorithm)
         with self.display.phase("train") as train:
-            update = self.stack.train_track(part)
+            update = self.stack.train_track(part, train_policy=not self._critic_warms_up())
         with self.display.phase("sync") as sync:
             self.sync.publish(iteration + 1)
 
         metrics = {
             **batch.metrics,
-            **batch_metrics(part),
+            **batch_metrics(batch.drawn),
+            **advantage_metrics(part, config.algorithm),
             **update,
             **batch.seconds,
+            "time/reference": reference.seconds,
+            "time/values": values.seconds,
             "time/train": train.seconds,
             "time/sync": sync.seconds,
             "time/iteration": time.perf_counter() - started,
         }
-        metrics["tokens_per_second"] = part.text.tokens.numel() / metrics["time/iteration"]
-        self._write_samples(iteration + 1, part)
-        self.state = TrainerState(self.sampler.state_dict(), self.state.prompts, iteration + 1, metrics)
+        metrics["tokens_per_second"] = batch.drawn.text.tokens.numel() / metrics["time/iteration"]
+        self._write_samples(iteration + 1, batch.drawn)
+        self.state = TrainerState(
+            self.sampler.state_dict(),
+            self.state.prompts,
+            iteration + 1,
+            next_sample_id=self.state.next_sample_id + len(batch.drawn),
+            unwritten=metrics,
+        )
+
+    def _critic_warms_up(self) -> bool:
+        return self.critic is not None and self.state.iteration < self.config.algorithm.critic.warmup_iterations
+
+    def _with_reference(self, part: Part) -> Part:
+        """The part with the reference policy's log-probs, where there is one."""
+        if self.reference is None:
+            return part
+        return replace(part, ref_logp=log_prob_pass(self.reference, part, self.config.stack))
 
     def _finish_iteration(self) -> None:
         """Evaluate where it is due, write the iteration's line, save where it is due."""
@@ -167,7 +220,9 @@ class ARTrainer:
         self.state = TrainerState(self.sampler.state_dict(), self.train_prompts.fingerprint(), unwritten={})
         if saved:
             prompts = self.state.prompts
-            self.state = TrainerState(**self.checkpoints.load(saved[-1], self.actor.load))
+            self.state = TrainerState(
+                **self.checkpoints.load(saved[-1], {name: model.load for name, model in self._trained_models().items()})
+            )
             if self.state.prompts != prompts:
                 raise UserError(
                     f"run_dir={self.run.path} was trained on other prompts than those that data.* names now: give the "
@@ -180,4 +235,9 @@ class ARTrainer:
         self.sync.publish(self.state.iteration)
 
     def _save(self) -> None:
-        self.checkpoints.save(self.state.iteration, asdict(self.state), self.actor.save)
+        writers = {name: model.save for name, model in self._trained_models().items()}
+        self.checkpoints.save(self.state.iteration, asdict(self.state), writers)
+
+    def _trained_models(self) -> dict[str, MegatronActor | MegatronCritic]:
+        """The models of a checkpoint, by the name of their folder in it."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})

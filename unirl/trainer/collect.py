@@ -1,5 +1,6 @@
 """Collects the graded samples of an iteration."""
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,59 +11,75 @@ from unirl.observe.console import RunDisplay
 from unirl.reward import RewardService, shape_rewards
 from unirl.rollout.engine import RolloutEngine
 from unirl.rollout.workflow import single_turn
+from unirl.trainer.dynamic_sampling import GroupSelection
+from unirl.trainer.group_filter import GroupFilter
 from unirl.trainer.setup import Data
 from unirl.types import Part, SamplingParams
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Graded samples with what collecting them took: metrics, and seconds by `time/...` name."""
+    """`part`: the graded samples to train on, none at all where a filter rejected every group; `drawn`: all those that
+    were sampled for it. With what that took: metrics, and seconds by `time/...` name.
+    """
 
     part: Part
+    drawn: Part
     metrics: dict[str, float | None]
     seconds: dict[str, float]
 
 
 class Collector:
-    """Draws prompts, samples responses, grades and shapes their rewards."""
+    """Draws prompts, samples responses, grades them, shapes their rewards, and keeps what the group filter keeps."""
 
-    def __init__(self, config: TrainConfig, data: Data, engine: RolloutEngine, reward: RewardService):
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: Data,
+        engine: RolloutEngine,
+        reward: RewardService,
+        group_filter: GroupFilter | None = None,
+    ):
         self.config = config
         self.data = data
         self.engine = engine
         self.reward = reward
+        self.group_filter = group_filter
         sampling = config.sampling
         self.params = SamplingParams(
             sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k, data.stop_token_ids
         )
 
-    def collect(self, iteration: int, display: RunDisplay) -> Batch:
-        """The batch of `iteration` (from 0): batch_size prompts with sampling.num_samples samples each."""
-        num_prompts, num_samples = self.config.batch_size, self.config.sampling.num_samples
-        with display.phase("rollout", num_prompts * num_samples) as rollout:
-            part = single_turn(
-                self.engine,
-                [self.data.train[i] for i in self.data.sampler.next_batch(num_prompts)],
-                params=self.params,
-                seed=self.config.seed,
-                iteration=iteration,
-                num_samples=num_samples,
-                first_sample_id=iteration * num_prompts * num_samples,
-                on_progress=rollout.update,
-            )
-        with display.phase("reward") as reward:
-            grades = self.grade(part)
-        shaped = shape_rewards(
-            grades,
-            part.text.status,
-            part.text.response_lengths,
-            config=self.config.reward,
-            max_new_tokens=self.config.sampling.max_new_tokens,
-        )
+    def collect(self, iteration: int, first_sample_id: int, display: RunDisplay) -> Batch:
+        """The batch of `iteration` (from 0): batch_size prompts with sampling.num_samples samples each, or what dynamic
+        sampling makes of that. Samples are numbered from `first_sample_id`, groups by their first sample.
+        """
+        selection = GroupSelection(self.config, self.group_filter)
+        grades, seconds = [], Counter()
+        while wanted := selection.next_round():
+            with display.phase(_rollout_title(selection), wanted * self.config.sampling.num_samples) as rollout:
+                part = single_turn(
+                    self.engine,
+                    [self.data.train[i] for i in self.data.sampler.next_batch(wanted)],
+                    params=self.params,
+                    seed=self.config.seed,
+                    iteration=iteration,
+                    num_samples=self.config.sampling.num_samples,
+                    first_position=selection.num_groups,
+                    first_sample_id=first_sample_id + selection.num_samples,
+                    on_progress=rollout.update,
+                )
+            with display.phase("reward") as reward:
+                grades.append(self.grade(part))
+            selection.add(part.with_rewards(self._shaped(grades[-1], part)))
+            seconds.update({"time/rollout": rollout.seconds, "time/reward": reward.seconds})
+        if shortfall := selection.shortfall():
+            display.message(f"iteration {iteration + 1}: {shortfall}")
         return Batch(
-            part=part.with_rewards(shaped),
-            metrics=self._grading_metrics(grades),
-            seconds={"time/rollout": rollout.seconds, "time/reward": reward.seconds},
+            part=selection.trained(),
+            drawn=selection.drawn(),
+            metrics={**self._grading_metrics(torch.cat(grades)), **selection.metrics()},
+            seconds=dict(seconds),
         )
 
     def grade(self, part: Part) -> torch.Tensor:
@@ -72,6 +89,15 @@ class Collector:
         texts = self.data.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return torch.tensor(self.reward.score(texts, list(part.records)))
 
+    def _shaped(self, grades: torch.Tensor, part: Part) -> torch.Tensor:
+        return shape_rewards(
+            grades,
+            part.text.status,
+            part.text.response_lengths,
+            config=self.config.reward,
+            max_new_tokens=self.config.sampling.max_new_tokens,
+        )
+
     def _grading_metrics(self, grades: torch.Tensor) -> dict[str, float | None]:
         graded = grades[torch.isfinite(grades)]
         return {
@@ -79,3 +105,9 @@ class Collector:
             "reward/timeouts": self.reward.stats.timeouts,
             "reward/errors": self.reward.stats.errors,
         }
+
+
+def _rollout_title(selection: GroupSelection) -> str:
+    if not selection.rounds:
+        return "rollout"
+    return f"rollout, round {selection.rounds + 1} ({selection.num_kept} groups kept)"

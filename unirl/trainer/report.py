@@ -5,28 +5,29 @@ from typing import Any
 
 import torch
 
+from unirl.algorithms import rewards_differ
 from unirl.types import Part, SampleStatus
 
 
-def batch_metrics(part: Part) -> dict[str, float | None]:
-    """Metrics of the batch that is trained on; a mean over nothing is None.
+def batch_metrics(drawn: Part) -> dict[str, float | None]:
+    """Metrics of the samples `drawn` in an iteration, before any group filter; a mean over nothing is None.
 
-    Statistics of rewards are over samples with a finite reward. `reward/zero_variance_groups` is the share of groups
-    whose finite rewards are all equal: they teach nothing.
+    They mean the same whatever the algorithm. Statistics of rewards are over samples with a finite reward.
+    `reward/zero_variance_groups` is the share of groups whose finite rewards are all equal: they teach nothing.
     """
-    rewards, status = part.rewards, part.text.status
+    rewards, status = drawn.rewards, drawn.text.status
     finite = torch.isfinite(rewards)
-    lengths = part.text.response_lengths.float()
+    lengths = drawn.text.response_lengths.float()
     return {
         "reward/mean": _mean(rewards[finite]),
-        "reward/zero_variance_groups": _zero_variance_groups(part),
+        "reward/zero_variance_groups": _zero_variance_groups(drawn),
         "reward/ungraded": int((~finite).sum()),
         "response/length_mean": _mean(lengths),
         "response/length_max": lengths.max().item(),
         "response/truncated_fraction": _mean((status == SampleStatus.TRUNCATED).float()),
         "response/aborted_fraction": _mean((status == SampleStatus.ABORTED).float()),
-        "prompt/length_mean": _mean(part.text.lengths.float() - lengths),
-        "weight_version": int(part.text.weight_versions.max()),
+        "prompt/length_mean": _mean(drawn.text.lengths.float() - lengths),
+        "weight_version": int(drawn.text.weight_versions.max()),
     }
 
 
@@ -63,8 +64,5 @@ def _number_or_none(value: torch.Tensor) -> float | None:
 
 
 def _zero_variance_groups(part: Part) -> float:
-    finite = torch.isfinite(part.rewards)
-    groups, index = torch.unique(part.text.group_ids, return_inverse=True)
-    lowest = torch.full((len(groups),), torch.inf).scatter_reduce_(0, index[finite], part.rewards[finite], "amin")
-    highest = torch.full((len(groups),), -torch.inf).scatter_reduce_(0, index[finite], part.rewards[finite], "amax")
-    return (lowest >= highest).float().mean().item()
+    groups = part.text.group_positions()
+    return sum(not rewards_differ(part.rewards[samples]) for samples in groups) / len(groups)

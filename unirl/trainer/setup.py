@@ -1,12 +1,12 @@
 """Makes the parts of a run from its config."""
 
-import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from unirl.config.geometry import critic_steps, total_steps
 from unirl.config.schema import ModelConfig, RewardConfig, TrainConfig
 from unirl.data import PromptDataset, PromptSampler, load_prompts
 from unirl.data.tokenizer import load_tokenizer, stop_token_ids
@@ -15,6 +15,9 @@ from unirl.reward import RewardService
 from unirl.rollout.engine import RolloutEngine
 from unirl.rollout.native import NativeRolloutEngine
 from unirl.train.megatron.actor import MegatronActor
+from unirl.train.megatron.critic import MegatronCritic
+from unirl.train.megatron.policy import MegatronPolicy
+from unirl.utils.dotted import load_callable
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,7 @@ def prepare_model(config: ModelConfig, say: Callable[[str], None]) -> None:
     if config.maker is None or Path(config.path).exists():
         return
     say(f"{config.path} does not exist: making it with {config.maker}")
-    module, _, name = config.maker.rpartition(".")
-    try:
-        maker = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"model.maker={config.maker}: {error}; expected the dotted path of a callable(path)") from error
-    maker(config.path)
+    load_callable("model.maker", config.maker, "(path)")(config.path)
 
 
 def load_data(config: TrainConfig, say: Callable[[str], None]) -> Data:
@@ -65,9 +63,7 @@ def make_engine(config: TrainConfig) -> RolloutEngine:
     """The engine of `rollout.engine`."""
     if config.rollout.engine != "native":
         raise UserError(f"rollout.engine={config.rollout.engine}: this version runs rollout.engine=native")
-    return NativeRolloutEngine(
-        config.model.path, max_batch_size=config.rollout.max_batch_size, num_threads=config.rollout.num_threads
-    )
+    return NativeRolloutEngine(config.model.path, max_batch_size=config.rollout.max_batch_size)
 
 
 def make_reward(config: RewardConfig) -> RewardService:
@@ -88,6 +84,49 @@ def make_actor(config: TrainConfig) -> MegatronActor:
         optimizer=config.optimizer,
         stack=config.stack,
         temperature=config.algorithm.temperature,
-        total_steps=config.num_iterations * config.stack.num_updates_per_batch,
+        total_steps=total_steps(config),
         seed=config.seed,
     )
+
+
+def make_reference(config: TrainConfig, actor: MegatronActor) -> MegatronPolicy | None:
+    """The frozen policy of `model.reference_path`, or None. Raises UserError where its vocabulary is another one."""
+    path = config.model.reference_path
+    if path is None:
+        return None
+    reference = MegatronPolicy(
+        replace(config.model, path=path), parallel=config.parallel, temperature=actor.temperature, seed=config.seed
+    )
+    if reference.vocab_size != actor.vocab_size:
+        found = reference.vocab_size
+        reference.close()
+        raise UserError(
+            f"model.reference_path={path} has {found} token ids, model.path={config.model.path} has "
+            f"{actor.vocab_size}: log-probs compare only between policies of the same tokenizer"
+        )
+    return reference
+
+
+def make_critic(config: TrainConfig, actor: MegatronActor) -> MegatronCritic | None:
+    """The value model of `algorithm.critic`, or None. Raises UserError where its token ids are not the actor's."""
+    critic_config = config.algorithm.critic
+    if critic_config is None:
+        return None
+    model = replace(config.model, path=critic_config.path or config.model.path)
+    critic = MegatronCritic(
+        model,
+        parallel=config.parallel,
+        optimizer=critic_config.optimizer,
+        max_grad_norm=critic_config.max_grad_norm,
+        total_steps=critic_steps(config),
+        seed=config.seed,
+        recompute=config.stack.recompute,
+    )
+    if critic.vocab_size != actor.vocab_size:
+        found = critic.vocab_size
+        critic.close()
+        raise UserError(
+            f"algorithm.critic.path={model.path} has {found} token ids, model.path={config.model.path} has "
+            f"{actor.vocab_size}: the critic reads the policy's tokens, so take a model of the same tokenizer"
+        )
+    return critic

@@ -85,6 +85,11 @@ class TextSegment:
         """values [T] -> [N], summed over each sample's tokens (dtype kept)."""
         return values.new_zeros(self.lengths.numel()).index_add_(0, self.token_sample_index, values)
 
+    def group_positions(self) -> list[torch.Tensor]:
+        """Of each group, in ascending order of ids, the positions of its samples: int64, ascending."""
+        index, counts = torch.unique(self.group_ids, return_inverse=True, return_counts=True)[1:]
+        return list(torch.argsort(index, stable=True).split(counts.tolist()))
+
     def token_positions(self, samples: torch.Tensor) -> torch.Tensor:
         """samples [M] int64 -> positions in [0, T) of their tokens, sample after sample in the order given."""
         starts, lengths = self.cu_seqlens[:-1][samples], self.lengths[samples]

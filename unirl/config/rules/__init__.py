@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from unirl.algorithms.config import loss_config_problems
+from unirl.algorithms.config import gae_config_problems, loss_config_problems, value_loss_config_problems
 from unirl.config.problem import Problem
-from unirl.config.rules import batch, layout, method, run, sources
+from unirl.config.rules import batch, critic, layout, method, run, sources
 from unirl.config.rules.rule import rules_of
 from unirl.config.schema import TrainConfig
 
-RULES = [rule for module in (layout, batch, method, sources, run) for rule in rules_of(module)]
+RULES = [rule for module in (layout, batch, method, critic, sources, run) for rule in rules_of(module)]
 
 
 def check_rules(config: TrainConfig, broken: Sequence[str] = (), *, include_run_only: bool = True) -> list[Problem]:
@@ -30,5 +30,15 @@ def run_problems(config: TrainConfig) -> list[Problem]:
 
 def _loss_problems(config: TrainConfig) -> list[Problem]:
     """Rules between the keys of the loss: they stand beside these, in `unirl.algorithms.config`."""
-    texts = (text.partition(": ") for text in loss_config_problems(config.algorithm))
-    return [Problem(f"algorithm.{key}", message) for key, _, message in texts]
+    algorithm = config.algorithm
+    problems = _problems("algorithm", loss_config_problems(algorithm))
+    if algorithm.gae is not None:
+        problems += _problems("algorithm.gae", gae_config_problems(algorithm.gae))
+    if algorithm.critic is not None:
+        problems += _problems("algorithm.critic", value_loss_config_problems(algorithm.critic))
+    return problems
+
+
+def _problems(section: str, texts: Sequence[str]) -> list[Problem]:
+    found = (text.partition(": ") for text in texts)
+    return [Problem(f"{section}.{key}", message) for key, _, message in found]

@@ -60,15 +60,17 @@ def longest_sample_fits(config: TrainConfig) -> str | None:
     )
 
 
-@rule("optimizer.warmup_steps", "num_iterations", "stack.num_updates_per_batch")
+@rule("optimizer.warmup_steps", "num_iterations", "stack.num_updates_per_batch", "algorithm.critic")
 def warmup_ends(config: TrainConfig) -> str | None:
-    """warmup_steps is at most the total number of optimizer steps, num_iterations * num_updates_per_batch."""
+    """warmup_steps is at most the total number of optimizer steps, num_iterations * num_updates_per_batch, without the
+    iterations in which the critic warms up.
+    """
     steps = total_steps(config)
     if config.optimizer.warmup_steps <= steps:
         return None
     return (
-        f"{config.optimizer.warmup_steps} warm-up steps, but the run has num_iterations * stack.num_updates_per_batch "
-        f"= {config.num_iterations} * {config.stack.num_updates_per_batch} = {steps}; use at most {steps}"
+        f"{config.optimizer.warmup_steps} warm-up steps, but the run has (num_iterations - "
+        f"algorithm.critic.warmup_iterations) * stack.num_updates_per_batch = {steps}; use at most {steps}"
     )
 
 

@@ -1,7 +1,10 @@
 """Sampling, loss, advantages, reward shaping and optimizer."""
 
+import re
+
+from unirl.config.catalog import nearest
 from unirl.config.rules.rule import rule
-from unirl.config.schema import TrainConfig
+from unirl.config.schema import GROUP_FILTERS, TrainConfig
 
 
 @rule("sampling.temperature")
@@ -61,6 +64,37 @@ def drpo_updates_once(config: TrainConfig) -> str | None:
     return (
         f"found {updates}, but algorithm.loss=drpo anchors its ratio on the rollout's own log-probs and takes one "
         "update per batch; use 1, or algorithm.allow_multi_update=true for disjoint mini-batches"
+    )
+
+
+@rule("algorithm.dynamic_filter")
+def filter_is_known(config: TrainConfig) -> str | None:
+    """algorithm.dynamic_filter is null, a built-in name or a dotted path."""
+    name = config.algorithm.dynamic_filter
+    if name is None or name in GROUP_FILTERS or re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name):
+        return None
+    return (
+        f"found {name!r}, expected one of {', '.join(GROUP_FILTERS)}, the dotted path of a callable, or null; the "
+        f"nearest is {nearest(name, list(GROUP_FILTERS))}"
+    )
+
+
+@rule("algorithm.dynamic_filter", "sampling.num_samples")
+def filter_has_rewards_to_compare(config: TrainConfig) -> str | None:
+    """sampling.num_samples > 1 where algorithm.dynamic_filter is nonzero_variance, which rejects groups of one."""
+    if config.algorithm.dynamic_filter != "nonzero_variance" or config.sampling.num_samples > 1:
+        return None
+    return "nonzero_variance rejects every group of sampling.num_samples=1; use 2 or more samples"
+
+
+@rule("algorithm.dynamic_bs", "algorithm.dynamic_filter")
+def dynamic_batch_has_a_filter(config: TrainConfig) -> str | None:
+    """algorithm.dynamic_bs needs algorithm.dynamic_filter."""
+    if not config.algorithm.dynamic_bs or config.algorithm.dynamic_filter:
+        return None
+    return (
+        "found true, but without algorithm.dynamic_filter all groups are kept; set "
+        f"algorithm.dynamic_filter={GROUP_FILTERS[0]}, or dynamic_bs to false"
     )
 
 

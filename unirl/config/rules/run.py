@@ -23,16 +23,3 @@ def one_process(config: TrainConfig) -> str | None:
         f"found {', '.join(f'{name}={asked[name]}' for name in beyond)}; this version runs in one process: "
         f"{', '.join(f'{name}={runs[name]}' for name in beyond)}; --dry-run plans more"
     )
-
-
-@rule("algorithm", run_only=True)
-def built_terms(config: TrainConfig) -> str | None:
-    """This version trains without KL terms and use_decoupled_loss."""
-    algorithm = config.algorithm
-    asked = {
-        "kl_ctl": algorithm.kl_ctl > 0,
-        "kl_coef": algorithm.kl_coef > 0,
-        "use_decoupled_loss": algorithm.use_decoupled_loss,
-    }
-    names = [name for name, given in asked.items() if given]
-    return f"this version does not train with {', '.join(names)}; leave them at their defaults" if names else None

@@ -12,9 +12,22 @@ from unirl.config.schema import SCORERS, TrainConfig
 def model_exists(config: TrainConfig) -> str | None:
     """model.path is a folder, a hub name (owner/name), or is made by model.maker."""
     path = config.model.path
-    if config.model.maker or Path(path).is_dir() or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+    if config.model.maker or _is_model(path):
         return None
     return f"found {path!r}: no such folder, and no hub name (owner/name) either"
+
+
+@rule("model.reference_path", "model.path", "model.maker")
+def reference_exists(config: TrainConfig) -> str | None:
+    """model.reference_path is null, a folder, a hub name, or model.path where model.maker makes it."""
+    path = config.model.reference_path
+    if path is None or _is_model(path) or (config.model.maker and path == config.model.path):
+        return None
+    return f"found {path!r}: no such folder, and no hub name (owner/name) either"
+
+
+def _is_model(path: str) -> bool:
+    return Path(path).is_dir() or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
 
 
 @rule("data.path", "data.kind")

@@ -1,4 +1,6 @@
-"""The policy as a Megatron-Core GPTModel: packed micro-batches in, logits of the response tokens out."""
+"""Policy and critic as Megatron-Core GPTModels: packed micro-batches in, logits or values of response tokens out."""
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -93,8 +95,8 @@ def packed_params(batch: MicroBatch, rope: RopeConfig) -> TreePackedSeqParams:
     )
 
 
-class PolicyModel(GPTModel):
-    """GPTModel that runs packed micro-batches and computes logits where a response token is predicted, only there."""
+class PackedModel(GPTModel):
+    """GPTModel that runs packed micro-batches and applies its head where a response token is predicted, only there."""
 
     def __init__(self, architecture: Architecture, config: TransformerConfig):
         super().__init__(
@@ -111,14 +113,58 @@ class PolicyModel(GPTModel):
         self.architecture = architecture
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Logits [R, vocabulary of this rank], in the dtype of the weights; before the last stage, hidden states."""
+        """What `head` makes of the hidden states that predict the response tokens; before the last pipeline stage,
+        the hidden states of all tokens.
+        """
         packed = packed_params(batch, self.architecture.rope)
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=batch.tokens[None], position_ids=batch.position_ids[None])
         hidden = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=packed)
-        if not self.post_process:
-            return hidden
+        return self.head(hidden.index_select(0, packed.predict_positions)) if self.post_process else hidden
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, 1, H] of the final norm -> one row for each response token."""
+        raise NotImplementedError
+
+
+class PolicyModel(PackedModel):
+    """The policy: its head gives logits [R, vocabulary of this rank], in the dtype of the weights."""
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden.index_select(0, packed.predict_positions), weight=weight)
+        logits, _ = self.output_layer(hidden, weight=weight)
         return logits.squeeze(1)
+
+
+class ValueHead(torch.nn.Module):
+    """A scalar of each hidden state, float32 whatever the dtype of the trunk.
+
+    It begins without bias and with normal weights of std 1 / (H + 1), drawn from `seed` alone: behind a norm the first
+    values are about 1 / sqrt(H).
+    """
+
+    def __init__(self, hidden_size: int, *, seed: int):
+        super().__init__()
+        weight = torch.empty(1, hidden_size).normal_(
+            std=1 / (hidden_size + 1), generator=torch.Generator().manual_seed(seed)
+        )
+        self.weight = torch.nn.Parameter(weight)
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden.float(), self.weight, self.bias).squeeze(-1)
+
+
+class ValueModel(PackedModel):
+    """The critic: the trunk of a policy whose head gives values [R], float32."""
+
+    def __init__(self, architecture: Architecture, config: TransformerConfig, *, seed: int):
+        # Of a tied model Megatron allocates no vocabulary head, and none is looked for in the folder.
+        super().__init__(replace(architecture, tied=True), config)
+        self.share_embeddings_and_output_weights = False
+        del self.output_layer
+        self.value_head = ValueHead(config.hidden_size, seed=seed)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.value_head(hidden.squeeze(1))

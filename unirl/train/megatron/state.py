@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from unirl.errors import UserError
-from unirl.train.megatron.model import PolicyModel
+from unirl.train.megatron.model import PackedModel
 from unirl.train.megatron.optimizer import PolicyOptimizer
 
 WEIGHTS = "weights.safetensors"
@@ -17,7 +17,7 @@ COUNTERS = "counters.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save_state(model: PolicyModel, optimizer: PolicyOptimizer, folder: Path) -> None:
+def save_state(model: PackedModel, optimizer: PolicyOptimizer, folder: Path) -> None:
     """Write the state into the existing `folder`."""
     parameters = dict(model.named_parameters())
     save_file({name: parameter.detach() for name, parameter in parameters.items()}, folder / WEIGHTS)
@@ -31,7 +31,7 @@ def save_state(model: PolicyModel, optimizer: PolicyOptimizer, folder: Path) -> 
     (folder / COUNTERS).write_text(json.dumps({"optimizer_steps": optimizer.steps}) + "\n")
 
 
-def load_state(model: PolicyModel, optimizer: PolicyOptimizer, folder: Path) -> None:
+def load_state(model: PackedModel, optimizer: PolicyOptimizer, folder: Path) -> None:
     """Read what `save_state` wrote. Raises UserError, and changes nothing, for weights of other names or shapes."""
     parameters = dict(model.named_parameters())
     with safe_open(folder / WEIGHTS, "pt") as weights, safe_open(folder / OPTIMIZER, "pt") as states:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from unirl.errors import UserError
-from unirl.train.megatron.model import PolicyModel
+from unirl.train.megatron.model import PackedModel
 from unirl.train.megatron.names import WeightMap, weight_maps
 
 INDEX = "model.safetensors.index.json"
@@ -31,7 +31,7 @@ def resolve_folder(path: str) -> Path:
     return Path(snapshot_download(path, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack"]))
 
 
-def load_weights(model: PolicyModel, folder: Path) -> None:
+def load_weights(model: PackedModel, folder: Path) -> None:
     """Fill every weight of `model` from the safetensors of `folder`.
 
     Raises UserError where there are no safetensors, a name is missing, a name has no place in the model, or a shape is
@@ -54,17 +54,17 @@ def load_weights(model: PolicyModel, folder: Path) -> None:
             target.copy_(source)
 
 
-def iterate_weights(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_weights(model: PackedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, copy of the full tensor) of every weight, in a fixed order; no duplicate of a tied head."""
     return _by_hf_name(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
 
 
-def iterate_gradients(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_gradients(model: PackedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The same for the gradients, float32, of a model that Megatron's DistributedDataParallel wraps."""
     return _by_hf_name(model, {name: parameter.main_grad for name, parameter in model.named_parameters()})
 
 
-def _by_hf_name(model: PolicyModel, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _by_hf_name(model: PackedModel, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     for weight in weight_maps(model.architecture, model.vocab_size):
         parts = weight.layout.split(tensors[weight.name])
         yield from zip(weight.hf_names, (part.clone() for part in parts), strict=True)
