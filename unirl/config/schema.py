@@ -172,6 +172,11 @@ class StackConfig:
     )
     max_grad_norm: float = key(1.0, "Gradients are clipped to this global norm.", gt=0)
     recompute: str = key("none", "Activation recomputation.", choices=["none", "selective", "full"])
+    loss_kernel: str = key(
+        "auto",
+        "From logits to the gradient in one kernel, or by log-probs and autograd; auto: fused where it has the loss.",
+        choices=["auto", "fused", "separate"],
+    )
 
 
 @dataclass

@@ -128,13 +128,14 @@ def make_actor():
         total_steps=10,
         recompute="none",
         max_grad_norm=1.0,
+        loss_kernel="auto",
         **optimizer,
     ):
         actor = MegatronActor(
             ModelConfig(path=str(folder), dtype=dtype),
             parallel=ParallelConfig(),
             optimizer=OptimizerConfig(**optimizer),
-            stack=StackConfig(max_grad_norm=max_grad_norm, recompute=recompute),
+            stack=StackConfig(max_grad_norm=max_grad_norm, recompute=recompute, loss_kernel=loss_kernel),
             temperature=temperature,
             total_steps=total_steps,
             seed=0,
