@@ -55,6 +55,11 @@ BROKEN = {
         "stack.loss_kernel",
         "found fused, which has neither ratios of whole sequences (algorithm.importance_sampling_level=sequence)",
     ),
+    "fused_loss_has_logits": (
+        ["stack.loss_kernel=fused", "stack.logits_chunk_tokens=64"],
+        "stack.loss_kernel",
+        "found fused, which needs stored logits (stack.logits_chunk_tokens=64)",
+    ),
     "drpo_updates_once": (
         ["stack.num_updates_per_batch=2"],
         "stack.num_updates_per_batch",

@@ -177,6 +177,11 @@ class StackConfig:
         "From logits to the gradient in one kernel, or by log-probs and autograd; auto: fused where it has the loss.",
         choices=["auto", "fused", "separate"],
     )
+    logits_chunk_tokens: int | None = key(
+        None,
+        "Response tokens whose logits exist at a time; saves memory, costs one more product with the head; null: all.",
+        ge=1,
+    )
 
 
 @dataclass

@@ -65,6 +65,15 @@ def fused_loss_is_of_tokens(config: TrainConfig) -> str | None:
     )
 
 
+@rule("stack.loss_kernel", "stack.logits_chunk_tokens")
+def fused_loss_has_logits(config: TrainConfig) -> str | None:
+    """stack.loss_kernel=fused needs all logits of a micro-batch: stack.logits_chunk_tokens is null."""
+    chunk = config.stack.logits_chunk_tokens
+    if config.stack.loss_kernel != "fused" or chunk is None:
+        return None
+    return f"found fused, which needs stored logits (stack.logits_chunk_tokens={chunk}); use auto or separate"
+
+
 @rule("stack.num_updates_per_batch", "algorithm.loss", "algorithm.allow_multi_update")
 def drpo_updates_once(config: TrainConfig) -> str | None:
     """DRPO anchors its ratio on the rollout's own log-probs, so stack.num_updates_per_batch is 1, unless
