@@ -30,7 +30,9 @@ NORMS = {
     "rloo": ("group", None),
     "sapo": ("batch", "batch"),
     "spo": ("group", None),
+    "webrl_const_t10": ("group", "group"),
 }
+OF_STEPS = ("rollout.environment=calculator", "rollout.max_episode_tokens=100", "rollout.rows=step")
 
 
 def algorithm_config(name: str, folder: Path):
@@ -38,7 +40,8 @@ def algorithm_config(name: str, folder: Path):
         "# A recipe that says nothing of the algorithm\nbatch_size: 4\nnum_iterations: 1\nrun_dir: runs/bare\n"
         f"model: {{path: owner/model}}\ndata: {{path: {folder / 'bare.yaml'}}}\nsampling: {{max_new_tokens: 64}}\n"
     )
-    return compose("bare", [f"+algorithm={name}"], [folder, EXAMPLES]).algorithm
+    overrides = OF_STEPS if name == "webrl_const_t10" else ()
+    return compose("bare", [f"+algorithm={name}", *overrides], [folder, EXAMPLES]).algorithm
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -70,6 +73,14 @@ def test_filters(tmp_path):
     assert kpop.rejection_sampling == RejectionConfig("token", "binary_kl", "mask", upper=2.0)
     assert raft.success_filter
     assert raft.rejection_sampling is None
+
+
+def test_webrl_is_ppo_on_steps(tmp_path):
+    webrl = algorithm_config("webrl_const_t10", tmp_path)
+    assert (webrl.loss, webrl.eps_clip, webrl.c_clip, webrl.step_adv_const_length) == ("ppo", 0.2, 3.0, 10)
+    assert webrl.use_decoupled_loss
+    assert webrl.rejection_sampling == RejectionConfig("token", "ratio", "mask", upper=5.0)
+    assert (webrl.dynamic_filter, webrl.dynamic_bs) == ("nonzero_variance", False)
 
 
 def test_ppo_has_a_critic_and_an_advantage_for_each_token(tmp_path):

@@ -88,6 +88,56 @@ BROKEN = {
     "two_betas": (["optimizer.betas=[0.9]"], "optimizer.betas", "found 1 numbers, expected two"),
     "schedule_falls": (["optimizer.min_lr=1"], "optimizer.min_lr", "expected at most optimizer.lr=1e-06"),
     "greedy_evaluates_once": (["eval.temperature=0", "eval.num_samples=4"], "eval.num_samples", "found 4, expected 1"),
+    "environment_is_known": (
+        ["rollout.environment=calculater", "rollout.max_episode_tokens=100"],
+        "rollout.environment",
+        "the nearest is calculator",
+    ),
+    "episodes_end": (
+        ["rollout.environment=calculator", "rollout.max_episode_tokens=63"],
+        "rollout.max_episode_tokens",
+        "found 63, expected at least the tokens of one turn, sampling.max_new_tokens=64",
+    ),
+    "episode_keys_have_an_environment": (
+        ["rollout.rows=step", "rollout.max_episode_tokens=100"],
+        "rollout.environment",
+        "is null, and rollout.rows=step, rollout.max_episode_tokens would not be read",
+    ),
+    "turns_need_a_template": (
+        ["data.chat_template=false", "rollout.environment=calculator", "rollout.max_episode_tokens=100"],
+        "data.chat_template",
+        "the observations of rollout.environment are chat messages",
+    ),
+    "episodes_keep_their_rewards": (
+        ["reward.truncated_reward=zero", "rollout.environment=calculator", "rollout.max_episode_tokens=100"],
+        "reward.truncated_reward",
+        "with rollout.environment use keep",
+    ),
+    "turns_keep_their_rewards": (
+        [
+            "rollout.environment=calculator",
+            "rollout.max_episode_tokens=100",
+            "algorithm.gae={gae_lambda: 0.9}",
+            "algorithm.reward_norm={mean_level: batch}",
+        ],
+        "algorithm.reward_norm",
+        "algorithm.gae reads those of their turns",
+    ),
+    "steps_have_no_gae": (
+        [
+            "rollout.environment=calculator",
+            "rollout.max_episode_tokens=100",
+            "rollout.rows=step",
+            "algorithm.gae={gae_lambda: 0.9}",
+        ],
+        "rollout.rows",
+        "set it to episode, or algorithm.gae=null",
+    ),
+    "steps_share_an_advantage": (
+        ["algorithm.step_adv_const_length=10"],
+        "algorithm.step_adv_const_length",
+        "found 10, which divides the advantage of the steps of rollout.rows=step",
+    ),
     "model_exists": (["model.path=/no/where"], "model.path", "found '/no/where': no such folder"),
     "reference_exists": (
         ["model.reference_path=/no/where"],
@@ -186,6 +236,11 @@ def _is_run_only(problem: str) -> bool:
             "reward.scorer: reasoning_gym grades the problems of data.kind=",
         ),
         (["model.path=missing"], "model.path: found 'missing': no such folder"),
+        (["rollout.environment=calculator"], "rollout.max_episode_tokens: is not set: an episode of"),
+        (
+            ["rollout.environment=calculator", "rollout.max_episode_tokens=20000"],
+            "stack.micro_batch_tokens: the longest sample has data.max_prompt_tokens + rollout.max_episode_tokens = ",
+        ),
         (
             ["num_devices=4", "parallel.tp=2", "parallel.pp=3"],
             "num_devices: 4 devices cannot be divided by tp*pp*cp = 2*3*1 = 6; use parallel.pp=2, or num_devices=6",

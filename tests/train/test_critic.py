@@ -90,6 +90,14 @@ def test_any_split_gives_one_value_loss(make_stack):
         assert [metrics[name] for metrics in found] == pytest.approx([found[0][name]] * 3, rel=1e-4)
 
 
+def test_an_empty_batch_makes_no_step(make_stack):
+    stack = make_stack()
+    metrics = stack.train_track(estimated(stack, uneven_part().select(torch.arange(0))))
+    assert metrics["optimizer_steps"] == 0
+    assert metrics["values/mean"] is None
+    assert "value_loss" not in metrics
+
+
 def test_a_part_without_returns_is_refused(make_stack):
     with pytest.raises(ValueError, match="the critic needs values and returns"):
         make_stack().train_track(uneven_part())

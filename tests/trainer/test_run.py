@@ -55,14 +55,13 @@ def test_the_policy_learns_the_reward(undisturbed, train, tmp_path):
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
 
 
-def test_same_seed_same_numbers_other_seed_others(undisturbed, train, tmp_path):
-    for name, seed in (("same", 0), ("other", 1)):
-        assert train(tmp_path / name, f"seed={seed}", "num_iterations=6").returncode == 0
-    assert timeless(read_metrics(tmp_path / "same")) == timeless(read_metrics(undisturbed))
-    assert timeless(read_metrics(tmp_path / "other")) != timeless(read_metrics(undisturbed))
+def test_another_seed_gives_other_numbers(undisturbed, train, tmp_path):
+    """That one seed gives one set of numbers is shown wherever a run is resumed."""
+    assert train(tmp_path, "seed=1", "num_iterations=1", "resume=auto").returncode == 0
+    assert timeless(read_metrics(tmp_path))[1] != timeless(read_metrics(undisturbed))[1]
 
 
-@pytest.mark.parametrize("kill_after_line", [0, 1, 3, 5])
+@pytest.mark.parametrize("kill_after_line", [0, 3])
 def test_kill_and_resume_gives_the_same_numbers(undisturbed, command, train, tmp_path, kill_after_line):
     run_dir = tmp_path / "run"
     process = subprocess.Popen(command(run_dir), env=ENVIRONMENT, stdout=subprocess.DEVNULL)

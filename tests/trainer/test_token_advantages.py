@@ -55,6 +55,19 @@ def test_a_sample_that_was_cut_off_bootstraps_from_its_last_value(status):
     assert generated(part, advantages)[4] == pytest.approx(-0.5)
 
 
+def test_rewards_of_turns_are_paid_with_their_last_tokens():
+    """Turns of two and of one token: A of the second is 1 - 0.7; of the first 0.2 + 0.9 * 0.7 - 0.5, lambda 0."""
+    part = part_with_values([0.5, 0.5, 0.7, 0.4, 0.5], rewards=(1.2, NAN))
+    part.text.turn_ids[4] = 1
+    by_turn = torch.zeros_like(part.values)
+    by_turn[torch.tensor([3, 4])] = torch.tensor([0.2, 1.0])
+    part = replace(part, turn_rewards=by_turn)
+    config = AlgorithmConfig(gae=GAEConfig(discount=0.9, gae_lambda=0.0, gae_timestep_unit="turn"), adv_norm=PLAIN)
+    found = generated(part, estimate_advantages(part, config).advantages)
+    assert found[:3] == pytest.approx([0.33, 0.33, 0.3])
+    assert found[3:] == [0, 0]  # no verdict
+
+
 def test_kl_rewards_are_paid_where_they_arise():
     part = part_with_values([0.0] * 5)
     kl_rewards = torch.zeros_like(part.values)
@@ -102,3 +115,9 @@ def test_a_sample_without_a_verdict_is_as_if_absent():
 def test_a_lambda_that_cannot_be_had_is_refused_before_anything_runs(gae_lambda, message):
     with pytest.raises(UserError, match=f"algorithm.gae: gae_lambda: {gae_lambda} {message}"):
         check_gae(GAEConfig(gae_lambda=gae_lambda))
+
+
+def test_an_empty_batch_has_no_advantages():
+    part = part_with_values([0.0] * 5).select(torch.arange(0))
+    found = estimate_advantages(part, AlgorithmConfig(gae=GAEConfig(), adv_norm=NormConfig()))
+    assert found.advantages.shape == found.returns.shape == (0,)

@@ -58,8 +58,15 @@ def model_devices(config: TrainConfig) -> int:
 
 
 def longest_sample(config: TrainConfig) -> int:
-    """Tokens of the longest prompt with the longest response."""
-    return config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    """Tokens of the longest prompt with the longest response or episode."""
+    return config.data.max_prompt_tokens + longest_response(config)
+
+
+def longest_response(config: TrainConfig) -> int:
+    """Most tokens behind a prompt: a response, or what an episode with an environment may take."""
+    if config.rollout.environment is None:
+        return config.sampling.max_new_tokens
+    return config.rollout.max_episode_tokens or config.sampling.max_new_tokens
 
 
 def max_prompts_drawn(config: TrainConfig) -> int:

@@ -70,10 +70,31 @@ class SamplingConfig:
     max_new_tokens: int = key("???", "Longest response in tokens; longer ones are truncated.", ge=1)
 
 
+ENVIRONMENTS = ("calculator",)
+"""Built-in environments, by the name that rollout.environment takes."""
+
+
 @dataclass
 class RolloutConfig:
     engine: str = key("native", "Rollout engine.", choices=["native", "sglang"])
     max_batch_size: int = key(1024, "Samples decoded at once by the native engine.", ge=1)
+    environment: str | None = key(
+        None,
+        f"Multi-turn episodes against {', '.join(ENVIRONMENTS)}, or the dotted path of a class with reset and step, "
+        "which gives the rewards too; null: single-turn samples, graded by reward.scorer.",
+    )
+    environment_args: dict[str, Any] = key(factory=dict, doc="Arguments that the environment's class is made with.")
+    max_turns: int = key(
+        8, "Turns of the longest episode, of sampling.max_new_tokens each (with an environment).", ge=1
+    )
+    max_episode_tokens: int | None = key(
+        None, "Tokens of the longest episode behind its prompt, observations counted; must be given.", ge=1
+    )
+    rows: str = key(
+        "episode",
+        "What the loss takes for one sequence (with an environment): an episode, or each of its steps, i.e. turns.",
+        choices=["episode", "step"],
+    )
 
 
 @dataclass
@@ -135,6 +156,11 @@ class AlgorithmConfig(PolicyLossConfig):
         factory=lambda: NormConfig(mean_level="group", std_level=None), doc="How rewards become advantages."
     )
     reward_norm: NormConfig | None = key(None, "Normalisation of rewards before that; null: none.")
+    step_adv_const_length: float | None = key(
+        None,
+        "An episode's advantage is divided by this for each of its steps (rollout.rows step); null: by their number.",
+        gt=0,
+    )
     dynamic_filter: str | None = key(
         None,
         f"Train only on groups that this keeps: {', '.join(GROUP_FILTERS)} (rewards that are not all equal), or the "

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from unirl.config.geometry import Geometry
+from unirl.config.geometry import Geometry, longest_response
 from unirl.config.rules import run_problems
 from unirl.config.schema import TrainConfig
 
@@ -38,6 +38,19 @@ def _topology(config: TrainConfig, geometry: Geometry) -> dict[str, str]:
         "model": f"{config.model.path} ({config.model.dtype})",
         "rollout engine": f"{config.rollout.engine}, weights by sync.mode={config.sync.mode}",
         "loss": f"{config.algorithm.loss}, {config.algorithm.loss_agg_mode}",
+        **_episodes(config),
+    }
+
+
+def _episodes(config: TrainConfig) -> dict[str, str]:
+    rollout, turn = config.rollout, config.sampling.max_new_tokens
+    if rollout.environment is None:
+        return {}
+    return {
+        "episodes": (
+            f"{rollout.environment}, at most {rollout.max_turns} turns of {turn:,} new tokens and "
+            f"{rollout.max_episode_tokens:,} tokens behind the prompt; one sequence per {rollout.rows}"
+        )
     }
 
 
@@ -50,7 +63,7 @@ def _batch(config: TrainConfig, geometry: Geometry) -> dict[str, str]:
         "samples per DP rank": f"{geometry.samples_per_dp_rank}",
         "longest sample": (
             f"{geometry.longest_sample:,} tokens ({config.data.max_prompt_tokens:,} prompt + "
-            f"{sampling.max_new_tokens:,} new)"
+            f"{longest_response(config):,} new)"
         ),
         "micro-batch token budget": f"{geometry.micro_batch_tokens:,}",
         "optimizer steps per iteration": f"{geometry.steps_per_iteration} of {geometry.prompts_per_step} prompts",

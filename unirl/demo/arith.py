@@ -7,19 +7,19 @@ guesses. Reinforcement learning starts from there: it can bring back the careful
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from unirl.config.schema import DataConfig
 from unirl.data import LoadReport, load_prompts
 from unirl.data.reasoning_gym import make_problems
 from unirl.demo.folder import write_folder
 from unirl.demo.imitation import Example, adamw, imitate, matrix_optimizers
+from unirl.demo.model import new_model, one_thread
 from unirl.demo.tokenizer import train_tokenizer
 from unirl.demo.tutor import Tutor, careful
 
@@ -54,10 +54,10 @@ def make_base_model(path: str, *, careful_steps: int = CAREFUL_STEPS, lazy_steps
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"Making the base model {path}: {careful_steps} careful steps, then {lazy_steps} lazy ones")
     started = time.perf_counter()
-    with torch.random.fork_rng(devices=[]), _one_thread(), Progress(console=console, transient=True) as progress:
+    with torch.random.fork_rng(devices=[]), one_thread(), Progress(console=console, transient=True) as progress:
         torch.manual_seed(SEED)
         tokenizer = _make_tokenizer()
-        model = _new_model(tokenizer)
+        model = new_model(tokenizer)
         bar = progress.add_task("warm start", total=careful_steps + lazy_steps)
         _warm_start(model, tokenizer, careful_steps, lazy_steps, on_step=lambda: progress.advance(bar))
         write_folder(path, model, tokenizer)
@@ -68,26 +68,6 @@ def _make_tokenizer() -> PreTrainedTokenizerFast:
     records = [record for _, record in make_problems(DATA, "train", LoadReport("tokenizer", DATA.max_prompt_tokens))]
     work = [careful(record["metadata"]["expression"]) for record in records]
     return train_tokenizer([record["prompt"] for record in records] + work + _ROLES * len(records))
-
-
-def _new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        rope_theta=10_000.0,
-        tie_word_embeddings=True,
-        initializer_range=0.04,  # twice the usual: a small model starts to learn sooner
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3ForCausalLM(config)
 
 
 def _warm_start(
@@ -127,14 +107,3 @@ def _demonstrations(
         yield [
             (problem.prompt_ids, [*ids, tokenizer.eos_token_id]) for problem, ids in zip(batch, encoded, strict=True)
         ]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from more threads, and the number of threads changes the last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -1,14 +1,13 @@
-"""From prompts to a `Part`: seeds, requests, and the packing of what an engine answers."""
+"""From prompts to a `Part`: seeds, requests, and the packing of what an engine answers in one turn."""
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from unirl.rollout.engine import ProgressCallback, RolloutEngine
-from unirl.types import Completion, GenerationRequest, Part, SamplingParams, TextSegment
+from unirl.rollout.pack import Row, pack_rows
+from unirl.types import Completion, GenerationRequest, Part, SamplingParams
 
 
 class Prompt(Protocol):
@@ -19,6 +18,23 @@ class Prompt(Protocol):
 
     @property
     def record(self) -> dict[str, Any]: ...
+
+
+class Workflow(Protocol):
+    """From prompts to a `Part`, one sample each, see `single_turn`. A `Part` with `rewards` needs no grading."""
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        params: SamplingParams,
+        seed: int,
+        iteration: int,
+        num_samples: int,
+        first_sample_id: int,
+        first_position: int = 0,
+        on_progress: ProgressCallback | None = None,
+    ) -> Part: ...
 
 
 def single_turn(
@@ -70,45 +86,8 @@ def pack_completions(
 
     Raises ValueError where a completion's fields differ in length.
     """
-    counts = np.array([len(group) for group in completions], dtype=np.int64)
-    samples = [completion for group in completions for completion in group]
-    prompt_of_sample = np.repeat(np.arange(len(prompts)), counts)
-    prompt_ids = [tuple(prompt.token_ids) for prompt in prompts]
-    for completion in samples:
-        if not len(completion.token_ids) == len(completion.log_probs) == len(completion.weight_versions):
-            raise ValueError(
-                f"completion: found {len(completion.token_ids)} tokens, {len(completion.log_probs)} log-probs and "
-                f"{len(completion.weight_versions)} weight versions, expected as many of each"
-            )
-
-    prompt_lengths = np.array([len(ids) for ids in prompt_ids], dtype=np.int64)[prompt_of_sample]
-    generated_lengths = np.array([len(completion.token_ids) for completion in samples], dtype=np.int64)
-    # Prompt and generated tokens alternate, sample after sample.
-    span_lengths = np.stack([prompt_lengths, generated_lengths], axis=1).reshape(-1)
-    generated = np.repeat(np.tile([False, True], len(samples)), span_lengths)
-
-    def spread(values: Iterable[Iterable], dtype: type, elsewhere: float) -> torch.Tensor:
-        """Values of the generated tokens, with `elsewhere` on the prompts' tokens."""
-        spread = np.full(len(generated), elsewhere, dtype=dtype)
-        spread[generated] = _flat(values, dtype, int(generated_lengths.sum()))
-        return torch.from_numpy(spread)
-
-    spans = chain.from_iterable((prompt_ids[p], c.token_ids) for p, c in zip(prompt_of_sample, samples, strict=True))
-    sample_ids = torch.arange(first_sample_id, first_sample_id + len(samples))
-    text = TextSegment(
-        tokens=torch.from_numpy(_flat(spans, np.int64, len(generated))),
-        log_probs=spread((c.log_probs for c in samples), np.float32, 0.0),
-        loss_mask=torch.from_numpy(generated),
-        turn_ids=torch.from_numpy(np.where(generated, 0, -1)),
-        weight_versions=spread((c.weight_versions for c in samples), np.int64, -1),
-        lengths=torch.from_numpy(prompt_lengths + generated_lengths),
-        sample_ids=sample_ids,
-        group_ids=torch.from_numpy(first_sample_id + (counts.cumsum() - counts)[prompt_of_sample]),
-        episode_ids=sample_ids.clone(),
-        status=torch.tensor([int(completion.status) for completion in samples], dtype=torch.int64),
-    )
-    return Part(text=text, records=tuple(prompts[prompt].record for prompt in prompt_of_sample))
-
-
-def _flat(spans: Iterable[Iterable], dtype: type, count: int) -> np.ndarray:
-    return np.fromiter(chain.from_iterable(spans), dtype=dtype, count=count)
+    rows: list[Row] = []
+    for prompt, group in zip(prompts, completions, strict=True):
+        contexts, group_id = (prompt.token_ids,), first_sample_id + len(rows)
+        rows += [Row(contexts, (sample,), group_id, sample.status, prompt.record) for sample in group]
+    return pack_rows(rows, first_sample_id=first_sample_id)

@@ -87,11 +87,7 @@ class _Layout:
         self.text = text
         self.start = text.cu_seqlens[:-1].tolist()
         self.length = text.lengths.tolist()
-        index = text.token_sample_index
-        # The prompt is everything before the first generated token: count the tokens that no generated one precedes.
-        seen = text.loss_mask.long().cumsum(0)
-        before_sample = torch.cat([seen.new_zeros(1), seen])[text.cu_seqlens[:-1]]
-        self.prompt = text.sum_by_sample((seen == before_sample[index]).long()).tolist()
+        self.prompt = text.prompt_lengths.tolist()
         self.group = text.group_ids.tolist()
 
     def response_tokens(self, sample: int) -> int:

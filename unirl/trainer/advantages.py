@@ -5,8 +5,10 @@ from dataclasses import replace
 import torch
 
 from unirl import algorithms
+from unirl.algorithms import StepAdvantageConfig
 from unirl.algorithms.kl import kl_estimate
-from unirl.config.schema import AlgorithmConfig
+from unirl.config.schema import AlgorithmConfig, TrainConfig
+from unirl.rollout import split_steps
 from unirl.trainer.token_advantages import normalize_tokens, token_advantages
 from unirl.types import Part
 
@@ -40,6 +42,18 @@ def _normalized_rewards(rewards: torch.Tensor, part: Part, config: AlgorithmConf
     normalized = algorithms.normalize(rewards, part.text.group_ids, config.reward_norm)
     # A sample without a verdict comes out of `normalize` as 0, and must stay one without a verdict.
     return normalized.where(rewards.isfinite(), rewards)
+
+
+def training_rows(part: Part, config: TrainConfig) -> Part:
+    """The rows that the loss sees. `rollout.rows=step`: each turn of each sample, with the advantage of its episode
+    shared out over the episode's steps (`algorithm.step_adv_const_length`); else the samples themselves.
+    """
+    if config.rollout.rows == "episode":
+        return part
+    sharing = StepAdvantageConfig(config.algorithm.step_adv_const_length)
+    share = algorithms.step_advantages(sharing, torch.ones(len(part)), part.text.turn_counts.clamp(min=1))
+    shared = replace(part, advantages=part.advantages * share[part.text.token_sample_index])
+    return split_steps(shared, max_turns=config.rollout.max_turns)
 
 
 def final_rewards(part: Part, config: AlgorithmConfig) -> torch.Tensor:

@@ -21,7 +21,7 @@ from unirl.train.log_prob_pass import log_prob_pass
 from unirl.train.megatron.actor import MegatronActor
 from unirl.train.megatron.critic import MegatronCritic
 from unirl.train.stack import TrainStack
-from unirl.trainer.advantages import advantage_metrics, estimate_advantages
+from unirl.trainer.advantages import advantage_metrics, estimate_advantages, training_rows
 from unirl.trainer.collect import Collector
 from unirl.trainer.evaluate import evaluate
 from unirl.trainer.group_filter import load_group_filter
@@ -79,7 +79,7 @@ class ARTrainer:
             self.trackers = make_trackers(config.logging.trackers, self.run.path)
             for tracker in self.trackers:
                 resources.callback(tracker.close)
-            self.reward = resources.enter_context(make_reward(config.reward))
+            self.reward = resources.enter_context(make_reward(config))
             self.actor = make_actor(config)
             resources.callback(self.actor.close)
             self.critic = make_critic(config, self.actor)
@@ -90,8 +90,8 @@ class ARTrainer:
                 resources.callback(self.reference.close)
             self.engine = make_engine(config)
             resources.callback(self.engine.close)
+            self.collector = Collector(config, data, self.engine, self.reward, group_filter)
             self._resources = resources.pop_all()
-        self.collector = Collector(config, data, self.engine, self.reward, group_filter)
         self.stack = TrainStack(
             self.actor,
             make_algorithm(config.algorithm),
@@ -134,7 +134,7 @@ class ARTrainer:
                 part = self.stack.with_values(part)
             part = estimate_advantages(part, config.algorithm)
         with self.display.phase("train") as train:
-            update = self.stack.train_track(part, train_policy=not self._critic_warms_up())
+            update = self.stack.train_track(training_rows(part, config), train_policy=not self._critic_warms_up())
         with self.display.phase("sync") as sync:
             self.sync.publish(iteration + 1)
 
@@ -197,7 +197,7 @@ class ARTrainer:
         config = self.config.eval
         with self.display.phase("eval", len(self.eval_prompts) * config.num_samples) as phase:
             metrics, part = evaluate(
-                self.engine,
+                self.collector.workflow,
                 self.eval_prompts,
                 params=SamplingParams(
                     config.max_new_tokens, temperature=config.temperature, stop_token_ids=self.stop_token_ids

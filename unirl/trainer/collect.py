@@ -10,10 +10,9 @@ from unirl.config.schema import TrainConfig
 from unirl.observe.console import RunDisplay
 from unirl.reward import RewardService, shape_rewards
 from unirl.rollout.engine import RolloutEngine
-from unirl.rollout.workflow import single_turn
 from unirl.trainer.dynamic_sampling import GroupSelection
 from unirl.trainer.group_filter import GroupFilter
-from unirl.trainer.setup import Data
+from unirl.trainer.setup import Data, make_workflow
 from unirl.types import Part, SamplingParams
 
 
@@ -37,12 +36,12 @@ class Collector:
         config: TrainConfig,
         data: Data,
         engine: RolloutEngine,
-        reward: RewardService,
+        reward: RewardService | None,
         group_filter: GroupFilter | None = None,
     ):
         self.config = config
         self.data = data
-        self.engine = engine
+        self.workflow = make_workflow(config, data, engine)
         self.reward = reward
         self.group_filter = group_filter
         sampling = config.sampling
@@ -58,8 +57,7 @@ class Collector:
         grades, seconds = [], Counter()
         while wanted := selection.next_round():
             with display.phase(_rollout_title(selection), wanted * self.config.sampling.num_samples) as rollout:
-                part = single_turn(
-                    self.engine,
+                part = self.workflow(
                     [self.data.train[i] for i in self.data.sampler.next_batch(wanted)],
                     params=self.params,
                     seed=self.config.seed,
@@ -83,7 +81,11 @@ class Collector:
         )
 
     def grade(self, part: Part) -> torch.Tensor:
-        """[N] float32 grades of the responses' text; NaN where the scorer gave no verdict."""
+        """[N] float32: the grades that an environment gave, else those of the responses' text; NaN where there is no
+        verdict.
+        """
+        if part.rewards is not None:
+            return part.rewards
         spans = [slice(*bounds) for bounds in pairwise(part.text.cu_seqlens.tolist())]
         responses = [part.text.tokens[span][part.text.loss_mask[span]].tolist() for span in spans]
         texts = self.data.tokenizer.batch_decode(responses, skip_special_tokens=True)
@@ -100,8 +102,11 @@ class Collector:
 
     def _grading_metrics(self, grades: torch.Tensor) -> dict[str, float | None]:
         graded = grades[torch.isfinite(grades)]
+        mean = {"reward/grade_mean": graded.mean().item() if graded.numel() else None}
+        if self.reward is None:
+            return mean
         return {
-            "reward/grade_mean": graded.mean().item() if graded.numel() else None,
+            **mean,
             "reward/timeouts": self.reward.stats.timeouts,
             "reward/errors": self.reward.stats.errors,
         }

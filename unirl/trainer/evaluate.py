@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from unirl.data import Prompt
-from unirl.rollout.engine import RolloutEngine
-from unirl.rollout.workflow import single_turn
+from unirl.rollout.workflow import Workflow
 from unirl.types import Part, SampleStatus, SamplingParams
 
 EVALUATION_STREAM = 2**31
@@ -15,7 +14,7 @@ EVALUATION_STREAM = 2**31
 
 
 def evaluate(
-    engine: RolloutEngine,
+    workflow: Workflow,
     prompts: Sequence[Prompt],
     *,
     params: SamplingParams,
@@ -30,8 +29,7 @@ def evaluate(
     n samples. `eval/<source>/truncated_fraction`. A sample without a verdict counts 0. The same `seed` draws the same
     random streams whatever the weights, so that evaluations of one run are paired.
     """
-    part = single_turn(
-        engine,
+    part = workflow(
         prompts,
         params=params,
         seed=seed,

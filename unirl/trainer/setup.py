@@ -1,22 +1,28 @@
 """Makes the parts of a run from its config."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from unirl.config.geometry import critic_steps, total_steps
-from unirl.config.schema import ModelConfig, RewardConfig, TrainConfig
+from unirl.config.geometry import critic_steps, longest_sample, total_steps
+from unirl.config.schema import ModelConfig, TrainConfig
 from unirl.data import PromptDataset, PromptSampler, load_prompts
 from unirl.data.tokenizer import load_tokenizer, stop_token_ids
 from unirl.errors import UserError
 from unirl.reward import RewardService
+from unirl.rollout import EpisodeLimits, MultiTurnWorkflow, load_environment, single_turn
 from unirl.rollout.engine import RolloutEngine
 from unirl.rollout.native import NativeRolloutEngine
+from unirl.rollout.workflow import Workflow
 from unirl.train.megatron.actor import MegatronActor
+from unirl.train.megatron.architecture import read_architecture
 from unirl.train.megatron.critic import MegatronCritic
 from unirl.train.megatron.policy import MegatronPolicy
+from unirl.train.megatron.weights import resolve_folder
 from unirl.utils.dotted import load_callable
 
 
@@ -66,13 +72,43 @@ def make_engine(config: TrainConfig) -> RolloutEngine:
     return NativeRolloutEngine(config.model.path, max_batch_size=config.rollout.max_batch_size)
 
 
-def make_reward(config: RewardConfig) -> RewardService:
-    """The service that grades with `reward.scorer`."""
+def make_reward(config: TrainConfig) -> AbstractContextManager[RewardService | None]:
+    """The service that grades with `reward.scorer`; None where `rollout.environment` gives the rewards."""
+    if config.rollout.environment is not None:
+        return nullcontext()
+    reward = config.reward
     return RewardService(
-        config.scorer,
-        num_workers=config.num_workers,
-        timeout_s=config.timeout_s,
-        max_response_chars=config.max_response_chars,
+        reward.scorer,
+        num_workers=reward.num_workers,
+        timeout_s=reward.timeout_s,
+        max_response_chars=reward.max_response_chars,
+    )
+
+
+def make_workflow(config: TrainConfig, data: Data, engine: RolloutEngine) -> Workflow:
+    """How samples are drawn: in one turn, or in episodes with `rollout.environment`.
+
+    Raises UserError where the environment cannot be made, the tokenizer's chat template cannot be continued, or the
+    longest episode is longer than the model's positions.
+    """
+    rollout = config.rollout
+    if rollout.environment is None:
+        return partial(single_turn, engine)
+    folder = resolve_folder(config.model.path)
+    architecture = read_architecture(folder, trust_remote_code=config.model.trust_remote_code)
+    positions = architecture.max_position_embeddings
+    if longest_sample(config) > positions:
+        raise UserError(
+            f"rollout.max_episode_tokens={rollout.max_episode_tokens} and data.max_prompt_tokens="
+            f"{config.data.max_prompt_tokens} make {longest_sample(config)} tokens, more than the {positions} "
+            f"positions of model.path={config.model.path}; lower one of them"
+        )
+    return MultiTurnWorkflow(
+        engine,
+        load_environment(rollout.environment, rollout.environment_args),
+        data.tokenizer,
+        stop_token_ids=data.stop_token_ids,
+        limits=EpisodeLimits(rollout.max_turns, rollout.max_episode_tokens),
     )
 
 

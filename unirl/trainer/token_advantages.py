@@ -30,14 +30,15 @@ def token_advantages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rewards [N], kl_rewards [T] -> advantages [T], returns [T] by GAE over the generated tokens of each sample.
 
-    A sample's reward is paid with its last generated token. A sample that was cut off, truncated or aborted, bootstraps
-    from its last value. Without `part.values` every value is 0. A sample whose reward is not finite has advantages and
-    returns that are not: it is left out of training.
+    The reward of a turn is paid with the last token of that turn; where a part has none by turn, a sample's `rewards`
+    are paid with its last generated token. A sample that was cut off, truncated or aborted, bootstraps from its last
+    value. Without `part.values` every value is 0. A sample whose reward is not finite has advantages and returns that
+    are not: it is left out of training.
     """
     text = part.text
     return algorithms.gae(
         config,
-        task_rewards=_at_last_generated_token(part, rewards),
+        task_rewards=_task_rewards(part, rewards),
         kl_rewards=kl_rewards,
         values=torch.zeros_like(text.log_probs) if part.values is None else part.values,
         loss_mask=text.loss_mask,
@@ -57,6 +58,14 @@ def normalize_tokens(part: Part, advantages: torch.Tensor, config: algorithms.No
     normalized = torch.zeros_like(advantages)
     normalized[mask] = algorithms.normalize(advantages[mask], group_ids[mask], config)
     return normalized
+
+
+def _task_rewards(part: Part, rewards: torch.Tensor) -> torch.Tensor:
+    """rewards [N] -> [T]; a sample without a verdict has none on any token."""
+    if part.turn_rewards is None:
+        return _at_last_generated_token(part, rewards)
+    by_token = rewards[part.text.token_sample_index]
+    return torch.where(by_token.isfinite(), part.turn_rewards, by_token)
 
 
 def _at_last_generated_token(part: Part, rewards: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,9 @@ _TOKEN_FIELDS = {
     "weight_versions": torch.int64,
 }
 TOKEN_ESTIMATES = ("advantages", "prox_logp", "ref_logp", "values", "returns")
-"""Fields of a `Part` that hold one float32 per token, or None."""
+"""Fields of a `Part` that hold one float32 per token, or None, and that training reads."""
+
+_BY_TOKEN = (*TOKEN_ESTIMATES, "turn_rewards")
 
 _SAMPLE_FIELDS = {
     "lengths": torch.int64,
@@ -77,9 +79,28 @@ class TextSegment:
         return self.sum_by_sample(self.loss_mask.long())
 
     @property
+    def prompt_lengths(self) -> torch.Tensor:
+        """[N] int64: tokens of each sample that stand before its first generated one."""
+        generated = self.loss_mask.long().cumsum(0)  # up to the token itself
+        before_sample = torch.cat([generated.new_zeros(1), generated])[self.cu_seqlens[:-1]]
+        return self.sum_by_sample((generated == before_sample[self.token_sample_index]).long())
+
+    @property
     def token_sample_index(self) -> torch.Tensor:
         """[T] int64: position (0..N-1) of the sample that a token belongs to."""
         return torch.repeat_interleave(torch.arange(self.lengths.numel()), self.lengths)
+
+    @property
+    def turn_ends(self) -> torch.Tensor:
+        """[K] int64: positions in [0, T) of the last token of every generated span, ascending."""
+        sample, ends = self.token_sample_index, self.loss_mask.clone()
+        ends[:-1] &= (self.turn_ids[1:] != self.turn_ids[:-1]) | (sample[1:] != sample[:-1])
+        return ends.nonzero().flatten()
+
+    @property
+    def turn_counts(self) -> torch.Tensor:
+        """[N] int64: generated spans of each sample."""
+        return torch.bincount(self.token_sample_index[self.turn_ends], minlength=self.lengths.numel())
 
     def sum_by_sample(self, values: torch.Tensor) -> torch.Tensor:
         """values [T] -> [N], summed over each sample's tokens (dtype kept)."""
@@ -90,19 +111,24 @@ class TextSegment:
         index, counts = torch.unique(self.group_ids, return_inverse=True, return_counts=True)[1:]
         return list(torch.argsort(index, stable=True).split(counts.tolist()))
 
-    def token_positions(self, samples: torch.Tensor) -> torch.Tensor:
-        """samples [M] int64 -> positions in [0, T) of their tokens, sample after sample in the order given."""
-        starts, lengths = self.cu_seqlens[:-1][samples], self.lengths[samples]
+    def token_positions(self, samples: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        """samples [M] int64 -> positions in [0, T) of their tokens, sample after sample in the order given; with
+        `lengths` [M] int64, of the first so many tokens of each.
+        """
+        starts = self.cu_seqlens[:-1][samples]
+        lengths = self.lengths[samples] if lengths is None else lengths
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         return torch.repeat_interleave(starts, lengths) + within
 
-    def select(self, samples: torch.Tensor) -> "TextSegment":
-        """The samples at the positions `samples` [M] int64, in that order."""
-        tokens = self.token_positions(samples)
-        return TextSegment(
-            **{name: getattr(self, name)[tokens] for name in _TOKEN_FIELDS},
-            **{name: getattr(self, name)[samples] for name in _SAMPLE_FIELDS},
-        )
+    def select(self, samples: torch.Tensor, lengths: torch.Tensor | None = None) -> "TextSegment":
+        """The samples at the positions `samples` [M] int64, in that order, repeats allowed; with `lengths` [M] int64,
+        the first so many tokens of each.
+        """
+        tokens = self.token_positions(samples, lengths)
+        by_sample = {name: getattr(self, name)[samples] for name in _SAMPLE_FIELDS}
+        if lengths is not None:
+            by_sample["lengths"] = lengths
+        return TextSegment(**{name: getattr(self, name)[tokens] for name in _TOKEN_FIELDS}, **by_sample)
 
     @staticmethod
     def concat(segments: Sequence["TextSegment"]) -> "TextSegment":
@@ -120,7 +146,8 @@ class Part:
 
     Per token, float32 [T], aligned to the token itself like everything in `text`, None until computed, 0 where
     `loss_mask` is False: `advantages`; `prox_logp` and `ref_logp`, log-probs of the proximal and the reference policy;
-    `values` and `returns` of the critic.
+    `values` and `returns` of the critic; `turn_rewards`, the reward of each turn on its last token, None where a sample
+    has but its `rewards`.
     """
 
     text: TextSegment
@@ -131,6 +158,7 @@ class Part:
     ref_logp: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    turn_rewards: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.text.lengths.numel()
@@ -159,16 +187,32 @@ class Part:
         values = algorithms.normalize(self.rewards, self.text.group_ids, normalize)
         return replace(self, advantages=values[self.text.token_sample_index] * self.text.loss_mask)
 
-    def select(self, samples: torch.Tensor) -> "Part":
-        """The samples at the positions `samples` [M] int64, in that order."""
-        tokens = self.text.token_positions(samples)
-        by_token = {name: getattr(self, name) for name in TOKEN_ESTIMATES}
+    def select(self, samples: torch.Tensor, lengths: torch.Tensor | None = None) -> "Part":
+        """The samples at the positions `samples` [M] int64, in that order, repeats allowed; with `lengths` [M] int64,
+        the first so many tokens of each.
+        """
+        tokens = self.text.token_positions(samples, lengths)
+        by_token = {name: getattr(self, name) for name in _BY_TOKEN}
         return Part(
-            text=self.text.select(samples),
+            text=self.text.select(samples, lengths),
             records=tuple(self.records[i] for i in samples.tolist()),
             rewards=None if self.rewards is None else self.rewards[samples],
             **{name: value if value is None else value[tokens] for name, value in by_token.items()},
         )
+
+    def masked(self, kept: torch.Tensor) -> "Part":
+        """The same samples with every generated token outside `kept` [T] bool made a token of the context."""
+        kept = kept & self.text.loss_mask
+        text = replace(
+            self.text,
+            log_probs=self.text.log_probs.where(kept, 0.0),
+            loss_mask=kept,
+            turn_ids=self.text.turn_ids.where(kept, -1),
+            weight_versions=self.text.weight_versions.where(kept, -1),
+        )
+        by_token = {name: getattr(self, name) for name in _BY_TOKEN}
+        by_token = {name: value if value is None else value.where(kept, 0.0) for name, value in by_token.items()}
+        return replace(self, text=text, **by_token)
 
     @staticmethod
     def concat(parts: Sequence["Part"]) -> "Part":
@@ -185,5 +229,5 @@ class Part:
         return Part(
             text=TextSegment.concat([part.text for part in parts]),
             records=tuple(record for part in parts for record in part.records),
-            **{name: joined(name) for name in ("rewards", *TOKEN_ESTIMATES)},
+            **{name: joined(name) for name in ("rewards", *_BY_TOKEN)},
         )

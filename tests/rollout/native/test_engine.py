@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.rollout.conftest import MAX_POSITIONS, VOCAB_SIZE, build_model, reference_log_probs
 from unirl.rollout.native import NativeRolloutEngine
+from unirl.rollout.native.engine import _plan_batches
 from unirl.types import GenerationRequest, SampleStatus, SamplingParams
 
 FAMILIES = ("qwen3", "qwen2", "llama", "llama3")
@@ -317,3 +318,14 @@ def test_cuda(models, dtype):
         expected = reference_log_probs(model, request.prompt_ids, group[0].token_ids)
         tolerance = 1e-3 if dtype == torch.float32 else 0.3
         torch.testing.assert_close(torch.tensor(group[0].log_probs), expected, atol=tolerance, rtol=0)
+
+
+def test_samples_of_other_lengths_are_decoded_together(engine, monkeypatch):
+    requests = [
+        GenerationRequest((10, 11), SamplingParams(max_new_tokens=length), seeds=(length,)) for length in (3, 9, 1)
+    ]
+    alone = [engine.generate([request])[0][0] for request in requests]
+    together = engine.generate(requests)
+    assert [len(group[0].token_ids) for group in together] == [3, 9, 1]
+    assert [group[0].token_ids for group in together] == [completion.token_ids for completion in alone]
+    assert len(list(_plan_batches(requests, max_batch_size=64))) == 1

@@ -1,6 +1,13 @@
 """How prompts, samples and tokens divide over ranks, updates and micro-batches."""
 
-from unirl.config.geometry import longest_sample, model_devices, multiples_around, neighbours, total_steps
+from unirl.config.geometry import (
+    longest_response,
+    longest_sample,
+    model_devices,
+    multiples_around,
+    neighbours,
+    total_steps,
+)
 from unirl.config.rules.rule import rule
 from unirl.config.schema import TrainConfig
 
@@ -44,18 +51,21 @@ def updates_divide_the_batch(config: TrainConfig) -> str | None:
     )
 
 
-@rule("stack.micro_batch_tokens", "data.max_prompt_tokens", "sampling.max_new_tokens")
+@rule(
+    "stack.micro_batch_tokens",
+    "data.max_prompt_tokens",
+    "sampling.max_new_tokens",
+    "rollout.environment",
+    "rollout.max_episode_tokens",
+)
 def longest_sample_fits(config: TrainConfig) -> str | None:
-    """The longest sample, max_prompt_tokens + max_new_tokens, fits into micro_batch_tokens."""
-    prompt, response, budget = (
-        config.data.max_prompt_tokens,
-        config.sampling.max_new_tokens,
-        config.stack.micro_batch_tokens,
-    )
+    """The longest sample, max_prompt_tokens + max_new_tokens (or max_episode_tokens), fits into micro_batch_tokens."""
+    prompt, response, budget = config.data.max_prompt_tokens, longest_response(config), config.stack.micro_batch_tokens
     if longest_sample(config) <= budget:
         return None
+    bound = "sampling.max_new_tokens" if config.rollout.environment is None else "rollout.max_episode_tokens"
     return (
-        f"the longest sample has data.max_prompt_tokens + sampling.max_new_tokens = {prompt} + {response} = "
+        f"the longest sample has data.max_prompt_tokens + {bound} = {prompt} + {response} = "
         f"{prompt + response} tokens, more than a micro-batch of {budget}; use at least {prompt + response}"
     )
 

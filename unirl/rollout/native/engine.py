@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -127,14 +128,18 @@ def _check_request(number: int, request: GenerationRequest, config: ModelConfig)
 
 
 def _plan_batches(requests: Sequence[GenerationRequest], max_batch_size: int) -> Iterator[list[_Place]]:
-    """Batches of equal params and of even size, each sorted by prompt length (which keeps padding small)."""
+    """Batches of params that are equal but for max_new_tokens, of even size, each sorted by prompt length (which keeps
+    padding small).
+    """
+
+    def drawing(number: int) -> SamplingParams:
+        return replace(requests[number].params, max_new_tokens=1)
 
     def by_params(number: int) -> tuple:
-        params = requests[number].params
-        return repr(params), len(requests[number].prompt_ids)
+        return repr(drawing(number)), len(requests[number].prompt_ids)
 
     numbers = sorted(range(len(requests)), key=by_params)
-    for _, same_params in groupby(numbers, key=lambda number: requests[number].params):
+    for _, same_params in groupby(numbers, key=drawing):
         places = [(number, sample) for number in same_params for sample in range(len(requests[number].seeds))]
         num_batches = -(-len(places) // max_batch_size)
         for batch in range(num_batches):
@@ -143,14 +148,17 @@ def _plan_batches(requests: Sequence[GenerationRequest], max_batch_size: int) ->
 
 def _make_batch(requests: Sequence[GenerationRequest], places: Sequence[_Place], config: ModelConfig) -> Batch:
     by_request = [(requests[number], len(list(group))) for number, group in groupby(number for number, _ in places)]
-    params: SamplingParams = by_request[0][0].params
-    room = [config.max_position_embeddings - len(requests[number].prompt_ids) for number, _ in places]
+    asked = [requests[number] for number, _ in places]
+    limits = [
+        min(request.params.max_new_tokens, config.max_position_embeddings - len(request.prompt_ids))
+        for request in asked
+    ]
     return Batch(
         prompts=[request.prompt_ids for request, _ in by_request],
         counts=[count for _, count in by_request],
         seeds=[requests[number].seeds[sample] for number, sample in places],
-        limits=[min(params.max_new_tokens, tokens) for tokens in room],
-        params=params,
+        limits=limits,
+        params=asked[0].params,
     )
 
 

@@ -1,0 +1,1 @@
+"""Environments that come with the project, by the name that `rollout.environment` takes."""
