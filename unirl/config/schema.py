@@ -201,6 +201,16 @@ class StackConfig:
     )
     max_grad_norm: float = key(1.0, "Gradients are clipped to this global norm.", gt=0)
     recompute: str = key("none", "Activation recomputation.", choices=["none", "selective", "full"])
+    loss_kernel: str = key(
+        "auto",
+        "From logits to the gradient in one kernel, or by log-probs and autograd; auto: fused where it has the loss.",
+        choices=["auto", "fused", "separate"],
+    )
+    logits_chunk_tokens: int | None = key(
+        None,
+        "Response tokens whose logits exist at a time; saves memory, costs one more product with the head; null: all.",
+        ge=1,
+    )
 
 
 @dataclass
