@@ -1,6 +1,6 @@
 """Every algorithm preset on the demo's task: `python -m benchmarks.algorithms [--seeds 0 1] [--presets grpo ...]`.
 
-Trains the recipe ar/arith_drpo_tiny_cpu once per preset and seed, one after the other, each in a process of its own, and
+Trains the recipe ar/arith_drpo_tiny_cpu once per preset and seed, in processes of their own, one after the other, and
 prints held-out accuracy before and after as a table. A preset that learns here works; the task is far too small to say
 which of two presets is better.
 """

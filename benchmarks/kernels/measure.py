@@ -1,4 +1,4 @@
-"""One measurement: forward and backward of a candidate, its wall and CPU time, and its memory beyond the logits."""
+"""One measurement: forward and backward of a candidate, its wall and CPU time, and its memory beyond its input."""
 
 import statistics
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.candidates import Candidate
+from benchmarks.kernels.candidates import Batch, Candidate
 
 
 @dataclass(frozen=True)
@@ -21,30 +21,24 @@ class Measurement:
     extra_mib: float
 
 
-def measure(candidate: Candidate, source: Tensor, targets: Tensor, with_entropy: bool, repeats: int) -> Measurement:
-    """Runs `candidate` on fresh copies of `source` [T, V], once to warm up and `repeats` times measured.
+def measure(candidate: Candidate, source: Tensor, batch: Batch, with_entropy: bool, repeats: int) -> Measurement:
+    """Runs `candidate` on fresh copies of `source` [T, ...], once to warm up and `repeats` times measured.
 
-    The copy is made outside of the measurement, as a model's head would: the logits are an intermediate result whose
-    gradient flows on.
+    The copy is made outside of the measurement, as a model would: logits and hidden states are intermediate results
+    whose gradient flows on.
     """
     storage = torch.empty_like(source)
     wall, cpu, extra = [], [], []
     for _ in range(repeats + 1):
-        logits = storage.copy_(source).detach().requires_grad_()
+        leaf = storage.copy_(source).detach().requires_grad_()
         before = _reset_peak()
         wall_start, cpu_start = time.perf_counter(), time.process_time()
-        gradient = _forward_and_backward(candidate, logits, targets, with_entropy)
+        gradient = torch.autograd.grad(candidate(leaf, batch, with_entropy), leaf)[0]
         wall.append(time.perf_counter() - wall_start)
         cpu.append(time.process_time() - cpu_start)
         extra.append(_status("VmHWM") - before)
-        del logits, gradient
+        del leaf, gradient
     return Measurement(1e3 * statistics.median(wall[1:]), 1e3 * statistics.median(cpu[1:]), max(0, *extra[1:]) / 2**20)
-
-
-def _forward_and_backward(candidate: Candidate, logits: Tensor, targets: Tensor, with_entropy: bool) -> Tensor:
-    logp, entropy = candidate(logits, targets, with_entropy)
-    loss = logp.sum() if entropy is None else logp.sum() + 0.01 * entropy.sum()
-    return torch.autograd.grad(loss, logits)[0]
 
 
 def _reset_peak() -> int:

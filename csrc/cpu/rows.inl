@@ -1,4 +1,5 @@
 // The row kernels, one source for all instruction sets: each includer defines UNIRL_ISA and UNIRL_LANES.
+#include "../common/policy_loss.h"
 #include "rows.h"
 #include "vector.h"
 
@@ -50,24 +51,38 @@ void add_block(const Element* x, int64_t count, const ExponentScale& scale, Runn
 }
 
 template <bool kWithShift, class Element>
+RunningSums sums_of(const Element* x, int64_t columns, const ExponentScale& scale, double temperature) {
+  RunningSums sums;
+  for (int64_t begin = 0; begin < columns; begin += kBlock) {
+    const int64_t count = smaller(kBlock, columns - begin);
+    sums.raise(block_max(x + begin, count), temperature);
+    add_block<kWithShift>(x + begin, count, scale, sums);
+  }
+  return sums;
+}
+
+template <class Element>
+Element* row_of(const Logits& logits, int64_t row) {
+  return static_cast<Element*>(logits.data) + row * logits.stride;
+}
+
+template <bool kWithShift, class Element>
+void record_row(const RecordTask& task, const ExponentScale& scale, int64_t row) {
+  const int64_t rows = task.logits.rows, target = task.targets[row];
+  const Element* x = row_of<Element>(task.logits, row);
+  const RunningSums sums =
+      target == kUnread ? RunningSums() : sums_of<kWithShift>(x, task.logits.columns, scale, task.temperature);
+  const double base = finite_base(sums.max);
+  task.record[row] = sums.max;
+  task.record[rows + row] = sums.sum;
+  task.record[2 * rows + row] = target < 0 ? -INFINITY : (to_float(x[target]) - base) / task.temperature;
+  if (kWithShift) task.record[3 * rows + row] = sums.shift / task.temperature;
+}
+
+template <bool kWithShift, class Element>
 void record_rows(const RecordTask& task, int64_t first, int64_t last) {
   const ExponentScale scale(task.temperature);
-  const int64_t rows = task.logits.rows, columns = task.logits.columns;
-  for (int64_t row = first; row < last; ++row) {
-    const Element* x = static_cast<const Element*>(task.logits.data) + row * task.logits.stride;
-    RunningSums sums;
-    for (int64_t begin = 0; begin < columns; begin += kBlock) {
-      const int64_t count = smaller(kBlock, columns - begin);
-      sums.raise(block_max(x + begin, count), task.temperature);
-      add_block<kWithShift>(x + begin, count, scale, sums);
-    }
-    const int64_t target = task.targets[row];
-    const double base = finite_base(sums.max);
-    task.record[row] = sums.max;
-    task.record[rows + row] = sums.sum;
-    task.record[2 * rows + row] = target < 0 ? -INFINITY : (to_float(x[target]) - base) / task.temperature;
-    if (kWithShift) task.record[3 * rows + row] = sums.shift / task.temperature;
-  }
+  for (int64_t row = first; row < last; ++row) record_row<kWithShift, Element>(task, scale, row);
 }
 
 template <class Element>
@@ -83,22 +98,67 @@ void write_row(Element* x, int64_t columns, const ExponentScale& scale, const Ro
 }
 
 template <class Element>
+void gradient_row(const Logits& logits, int64_t r, int64_t target, const ExponentScale& scale, const RowGradient& row) {
+  Element* x = row_of<Element>(logits, r);
+  if (row.silent) {
+    memset(x, 0, logits.width * sizeof(Element));
+    return;
+  }
+  const float own = target < 0 ? 0.0f : row.at_target(to_float(x[target]));
+  write_row(x, logits.columns, scale, row);
+  if (target >= 0) store_part(x + target, 1, broadcast(own));
+  memset(x + logits.columns, 0, (logits.width - logits.columns) * sizeof(Element));
+}
+
+template <class Element>
 void gradient_rows(const GradientTask& task, int64_t first, int64_t last) {
   const ExponentScale scale(task.temperature);
-  const int64_t rows = task.logits.rows, columns = task.logits.columns, width = task.logits.width;
+  const int64_t rows = task.logits.rows;
   for (int64_t r = first; r < last; ++r) {
-    Element* x = static_cast<Element*>(task.logits.data) + r * task.logits.stride;
     const double* in = task.rows + r;
     const RowGradient row(task.temperature, in[0], in[rows], in[2 * rows], in[3 * rows], in[4 * rows]);
-    if (row.silent) {
-      memset(x, 0, width * sizeof(Element));
-      continue;
-    }
-    const int64_t target = task.targets[r];
-    const float own = target < 0 ? 0.0f : row.at_target(to_float(x[target]));
-    write_row(x, columns, scale, row);
-    if (target >= 0) store_part(x + target, 1, broadcast(own));
-    memset(x + columns, 0, (width - columns) * sizeof(Element));
+    gradient_row<Element>(task.logits, r, task.targets[r], scale, row);
+  }
+}
+
+PolicyLoss loss_of(const LossChoice& choice) {
+  const double* c = choice.constants;
+  return {static_cast<LossKind>(choice.kind), c[0], c[1], c[2], c[3], c[4], c[5]};
+}
+
+// A token whose log-prob is not finite takes no part.
+TokenLoss loss_of_token(const PolicyLoss& loss, const TokenTerms& terms) {
+  return is_finite(terms.logp) ? token_loss(loss, terms) : TokenLoss{1.0, 0.0, 0.0, false, false, false};
+}
+
+void write_result(const TokenLoss& token, double* result, int64_t rows) {
+  result[0] = token.ratio;
+  result[rows] = token.loss;
+  result[2 * rows] = token.slope;
+  result[3 * rows] = token.upper + 2 * token.lower + 4 * token.capped;
+}
+
+// The row is still in the second-level cache when the gradient is written over it: memory is read once.
+template <bool kWithShift, class Element>
+void policy_rows(const PolicyTask& task, int64_t first, int64_t last) {
+  const double temperature = task.record.temperature;
+  const ExponentScale scale(temperature);
+  const PolicyLoss loss = loss_of(task.loss);
+  const int64_t rows = task.record.logits.rows;
+  for (int64_t row = first; row < last; ++row) {
+    record_row<kWithShift, Element>(task.record, scale, row);
+    const double* record = task.record.record + row;
+    const double* terms = task.terms + row;
+    const double total = record[rows], log_total = ::log(total);
+    // The log-prob is used as it is reported, rounded: an unchanged policy has ratio 1 exactly.
+    const float logp = static_cast<float>(record[2 * rows] - log_total);
+    const double entropy = kWithShift ? log_total - record[3 * rows] / total : 0.0;
+    const TokenLoss token = loss_of_token(loss, {logp, terms[0], terms[rows], terms[2 * rows]});
+    write_result(token, task.result + row, rows);
+    const bool live = is_finite(logp);
+    const RowGradient gradient(temperature, finite_base(static_cast<float>(record[0])), total, entropy,
+                               live ? terms[3 * rows] * token.slope : 0.0, live ? -terms[4 * rows] : 0.0);
+    gradient_row<Element>(task.record.logits, row, task.record.targets[row], scale, gradient);
   }
 }
 
@@ -112,6 +172,24 @@ void record(const RecordTask& task, int64_t first, int64_t last) {
 
 void gradient(const GradientTask& task, int64_t first, int64_t last) {
   task.logits.bfloat16 ? gradient_rows<uint16_t>(task, first, last) : gradient_rows<float>(task, first, last);
+}
+
+void tokens(const TokenTask& task, int64_t first, int64_t last) {
+  const PolicyLoss loss = loss_of(task.loss);
+  for (int64_t row = first; row < last; ++row) {
+    const double* in = task.terms + row;
+    const TokenTerms terms = {in[0], in[task.rows], in[2 * task.rows], in[3 * task.rows]};
+    write_result(loss_of_token(loss, terms), task.result + row, task.rows);
+  }
+}
+
+void policy(const PolicyTask& task, int64_t first, int64_t last) {
+  if (task.record.logits.bfloat16) {
+    task.record.with_shift ? policy_rows<true, uint16_t>(task, first, last)
+                           : policy_rows<false, uint16_t>(task, first, last);
+  } else {
+    task.record.with_shift ? policy_rows<true, float>(task, first, last) : policy_rows<false, float>(task, first, last);
+  }
 }
 
 }  // namespace UNIRL_ISA

@@ -3,5 +3,5 @@
 #include "rows.inl"
 
 namespace unirl {
-const RowKernels avx2_kernels = {avx2::record, avx2::gradient};
+const RowKernels avx2_kernels = {avx2::record, avx2::gradient, avx2::tokens, avx2::policy};
 }

@@ -3,5 +3,5 @@
 #include "rows.inl"
 
 namespace unirl {
-const RowKernels avx512_kernels = {avx512::record, avx512::gradient};
+const RowKernels avx512_kernels = {avx512::record, avx512::gradient, avx512::tokens, avx512::policy};
 }

@@ -3,5 +3,5 @@
 #include "rows.inl"
 
 namespace unirl {
-const RowKernels generic_kernels = {generic::record, generic::gradient};
+const RowKernels generic_kernels = {generic::record, generic::gradient, generic::tokens, generic::policy};
 }

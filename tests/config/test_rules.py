@@ -50,6 +50,16 @@ BROKEN = {
     "whole_nucleus": (["sampling.top_p=0.9"], "sampling.top_p", "found 0.9, expected 1"),
     "all_tokens": (["sampling.top_k=20"], "sampling.top_k", "found 20, expected -1"),
     "kl_has_a_reference": (["algorithm.kl_ctl=0.1"], "algorithm.kl_ctl", "set model.reference_path"),
+    "fused_loss_is_of_tokens": (
+        ["stack.loss_kernel=fused", "algorithm.loss=ppo", "algorithm.importance_sampling_level=sequence"],
+        "stack.loss_kernel",
+        "found fused, which has neither ratios of whole sequences (algorithm.importance_sampling_level=sequence)",
+    ),
+    "fused_loss_has_logits": (
+        ["stack.loss_kernel=fused", "stack.logits_chunk_tokens=64"],
+        "stack.loss_kernel",
+        "found fused, which needs stored logits (stack.logits_chunk_tokens=64)",
+    ),
     "drpo_updates_once": (
         ["stack.num_updates_per_batch=2"],
         "stack.num_updates_per_batch",

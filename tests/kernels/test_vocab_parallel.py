@@ -45,6 +45,29 @@ def test_one_collective(reports: list[dict], case: Case):
         assert report["sent"] == [("all_gather", words * word * case.rows) for words in (4, 3)]
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_fused_policy_loss(reports: list[dict], case: Case):
+    """The same log-probs, one collective of 16 bytes per token, and the gradient of each shard's own columns."""
+    word = 8 if case.dtype == torch.float64 else 4
+    for report in (ranks[case.name]["fused"] for ranks in reports):
+        assert report["same_logp"]
+        torch.testing.assert_close(*report["loss"], rtol=1e-5, atol=1e-5)
+        assert_gradient(*report["logits"])
+        assert report["sent"] == [("all_gather", 4 * word * case.rows)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_linear_token_logprob(reports: list[dict], case: Case):
+    """One all-gather for all chunks, and one all-reduce of the gradient of the hidden states."""
+    word = 8 if case.dtype == torch.float64 else 4
+    for report in (ranks[case.name]["linear"] for ranks in reports):
+        assert_values(*report["logp"])
+        assert_values(*report["entropy"])
+        _assert_product(*report["hidden"], case.dtype)
+        _assert_product(*report["weight"], case.dtype)
+        assert report["sent"] == [("all_gather", 4 * word * case.rows), ("all_reduce", 16 * word * case.rows)]
+
+
 def test_every_rank_gets_the_same(reports: list[dict]):
     for case in CASES:
         for ranks in reports[1:]:

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from tests.kernels.dense import dense
-from unirl.kernels import token_logprob
+from tests.kernels.policy import CONFIGS, surrogate, token_inputs
+from unirl.kernels import fused_policy_loss, linear_token_logprob, token_logprob
 
 WORLD = 4
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "broadcast")
@@ -76,25 +77,16 @@ def _run(case: Case, group: dist.ProcessGroup) -> dict:
     shard = slice(dist.get_rank(group) * case.width, (dist.get_rank(group) + 1) * case.width)
     own_hidden, own_weight = hidden.clone().requires_grad_(), weight[shard].clone().requires_grad_()
     logits = own_hidden @ own_weight.T + bias[shard]
+    seen = logits.detach().clone()
     with _counting() as sent:
-        logp, entropy = token_logprob(
-            logits,
-            targets,
-            temperature=case.temperature,
-            vocab=case.vocab,
-            with_entropy=True,
-            backend=case.backend,
-            group=group,
-        )
-        without_entropy, _ = token_logprob(
-            logits, targets, temperature=case.temperature, vocab=case.vocab, backend=case.backend, group=group
-        )
-        seen = logits.detach().clone()
+        logp, entropy = token_logprob(logits, targets, with_entropy=True, **_options(case, group))
+        without_entropy, _ = token_logprob(logits, targets, **_options(case, group))
         (grads[0] * logp + grads[1] * entropy).sum().backward()
     own_hidden_grad = own_hidden.grad.double()
     dist.all_reduce(own_hidden_grad, group=group)  # what a column-parallel head does
 
-    expected = dense(_gathered(seen, group), targets, case.vocab, case.temperature, grads)
+    whole = _gathered(seen, group)
+    expected = dense(whole, targets, case.vocab, case.temperature, grads)
     d_logits, weights, inputs = expected.gradient, weight.double(), hidden.double()
     return {
         "sent": sent,
@@ -104,6 +96,55 @@ def _run(case: Case, group: dist.ProcessGroup) -> dict:
         "logits": (logits.detach(), d_logits[:, shard]),  # the gradient took the place of the logits
         # value and, for the tolerance, the size of what was added up
         "hidden": (own_hidden_grad, d_logits @ weights, d_logits.abs() @ weights.abs()),
+        "weight": (own_weight.grad.double(), (d_logits.T @ inputs)[shard], (d_logits.abs().T @ inputs.abs())[shard]),
+        "fused": _run_fused(case, group, seen, targets, logp.detach(), whole, shard),
+        "linear": _run_linear(case, group, hidden, weight, targets, grads, shard),
+    }
+
+
+def _options(case: Case, group: dist.ProcessGroup) -> dict:
+    return {"temperature": case.temperature, "vocab": case.vocab, "backend": case.backend, "group": group}
+
+
+def _run_fused(case: Case, group, logits, targets, logp, whole, shard: slice) -> dict:
+    """DRPO over the same logits; the ratio's anchor lies near the policy, so that no ratio is extreme."""
+    torch.manual_seed(1)
+    inputs = token_inputs(logp)
+    own = logits.clone().requires_grad_()
+    with _counting() as sent:
+        found = fused_policy_loss(own, targets, CONFIGS["drpo"], **inputs, **_options(case, group))
+        found.loss.backward()
+    terms = [inputs[name].double() for name in ("old_logp", "anchor_logp", "advantages")]
+    policy = surrogate(CONFIGS["drpo"], found.logp.double(), *terms)
+    mask = inputs["loss_mask"]
+    weights, entropy_weights = (inputs[name].double() * mask for name in ("weights", "entropy_weights"))
+    grads = torch.stack([weights * policy.derivative, -entropy_weights])
+    gradient = dense(whole, targets, case.vocab, case.temperature, grads).gradient
+    loss = (weights * policy.loss).sum() - (entropy_weights * found.entropy).sum()
+    return {
+        "sent": sent,
+        "same_logp": torch.equal(found.logp, torch.where(mask, logp, 0.0)),
+        "loss": (found.loss.detach().double(), loss.double()),
+        "logits": (own.grad, gradient[:, shard]),
+    }
+
+
+def _run_linear(case: Case, group, hidden, weight, targets, grads, shard: slice) -> dict:
+    """The head has no bias here, and three chunks of tokens."""
+    own_hidden, own_weight = hidden.clone().requires_grad_(), weight[shard].clone().requires_grad_()
+    with _counting() as sent:
+        logp, entropy = linear_token_logprob(
+            own_hidden, own_weight, targets, with_entropy=True, chunk_tokens=4, **_options(case, group)
+        )
+        (grads[0] * logp + grads[1] * entropy).sum().backward()
+    whole = _gathered(hidden @ weight[shard].T, group)
+    expected = dense(whole, targets, case.vocab, case.temperature, grads)
+    d_logits, weights, inputs = expected.gradient, weight.double(), hidden.double()
+    return {
+        "sent": sent,
+        "logp": (logp.detach(), expected.logp),
+        "entropy": (entropy.detach(), expected.entropy),
+        "hidden": (own_hidden.grad.double(), d_logits @ weights, d_logits.abs() @ weights.abs()),
         "weight": (own_weight.grad.double(), (d_logits.T @ inputs)[shard], (d_logits.abs().T @ inputs.abs())[shard]),
     }
 

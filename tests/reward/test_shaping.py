@@ -18,6 +18,12 @@ def test_keep():
     assert shape(truncated_reward="keep") == REWARDS.tolist()
 
 
+def test_bias_then_scale_then_clip():
+    assert shape(bias=-0.5, scale=4.0) == [2.0, 2.0, -2.0, 2.0]
+    assert shape(bias=-0.25, scale=4.0, clip=1.5) == [1.5, 1.5, -1.0, 1.5]
+    assert shape(bias=-0.5, scale=4.0, truncated_reward="zero") == [2.0, 0.0, -2.0, 2.0]
+
+
 def test_zero_goes_by_the_status_not_the_length():
     assert shape(torch.ones(4), truncated_reward="zero") == [1.0, 0.0, 1.0, 1.0]
 

@@ -66,6 +66,13 @@ def test_the_first_update_is_exactly_on_policy_whatever_the_packing(actor, confi
     assert metrics["rollout_replay_logp_absdiff_mean"] > 0.5
 
 
+def test_the_first_update_is_exactly_on_policy_with_logits_in_chunks(make_folder, make_actor):  # noqa: F811
+    folder, _ = make_folder("qwen3-tied")
+    metrics = train(make_actor(folder, logits_chunk_tokens=3), uneven_part(), next(iter(PROXIMAL.values())))
+    assert metrics["approx_kl_abs"] == 0
+    assert metrics["ratio_max"] == 1
+
+
 @pytest.mark.parametrize("config", PROXIMAL.values(), ids=PROXIMAL)
 def test_on_policy_the_proximal_policy_is_the_rollout_policy(actor, config):
     metrics = train(actor, on_policy(uneven_part(), actor), config, micro_batch_tokens=13)

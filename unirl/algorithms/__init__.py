@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unirl.algorithms.advantage import gae
     from unirl.algorithms.aggregate import Denominators, count_denominators
-    from unirl.algorithms.algorithm import PolicyAlgorithm, make_algorithm
+    from unirl.algorithms.algorithm import PolicyAlgorithm, PolicyLossFunction, make_algorithm
     from unirl.algorithms.config import (
         GAEConfig,
         NormConfig,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "advantage": ("gae",),
     "aggregate": ("Denominators", "count_denominators"),
-    "algorithm": ("PolicyAlgorithm", "make_algorithm"),
+    "algorithm": ("PolicyAlgorithm", "PolicyLossFunction", "make_algorithm"),
     "config": (
         "GAEConfig",
         "NormConfig",
@@ -69,6 +69,7 @@ __all__ = [
     "OverlongConfig",
     "PolicyAlgorithm",
     "PolicyLossConfig",
+    "PolicyLossFunction",
     "PolicyLossOutput",
     "RejectionConfig",
     "StepAdvantageConfig",

@@ -1,13 +1,14 @@
 """`PolicyAlgorithm`: a policy loss driven over the micro-batches of one optimizer step."""
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from unirl.algorithms.aggregate import Denominators
 from unirl.algorithms.config import PolicyLossConfig, loss_config_problems
-from unirl.algorithms.loss import policy_loss
+from unirl.algorithms.loss import SurrogateTerms, policy_loss, surrogate_terms
 from unirl.algorithms.metrics import Metric
 from unirl.algorithms.registry import algorithm_class
 from unirl.algorithms.token_loss import TokenLoss
@@ -40,6 +41,44 @@ class LossActor(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class PolicyLossFunction:
+    """The policy loss of a micro-batch, for an actor to call; it may compute the same from `config` in its own way.
+
+    denominators: as of `PolicyAlgorithm.compute_loss_and_backward`.
+    """
+
+    config: PolicyLossConfig
+    denominators: Denominators
+
+    def __call__(
+        self, micro_batch: LossMicroBatch, logp: torch.Tensor, entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """logp, entropy [R] -> the loss, a scalar with graph, and its metrics."""
+        output = policy_loss(
+            self.config,
+            logp=logp,
+            ref_logp=getattr(micro_batch, "ref_logp", None),
+            entropy=entropy,
+            **self._constants(micro_batch),
+        )
+        return output.loss, output.metrics
+
+    def surrogate_terms(self, micro_batch: LossMicroBatch) -> SurrogateTerms:
+        """What the loss of each token [R] is made of beside its log-prob and entropy."""
+        return surrogate_terms(self.config, **self._constants(micro_batch))
+
+    def _constants(self, micro_batch: LossMicroBatch) -> dict[str, Any]:
+        return {
+            "old_logp": micro_batch.old_logp,
+            "advantages": micro_batch.advantages,
+            "loss_mask": micro_batch.loss_mask,
+            "cu_seqlens": micro_batch.loss_cu_seqlens,
+            "prox_logp": getattr(micro_batch, "prox_logp", None),
+            "denominators": self.denominators,
+        }
+
+
 class PolicyAlgorithm:
     """One policy loss with its config.
 
@@ -70,24 +109,7 @@ class PolicyAlgorithm:
         gives the same gradient.
         """
 
-        def loss_fn(
-            micro_batch: LossMicroBatch, logp: torch.Tensor, entropy: torch.Tensor | None
-        ) -> tuple[torch.Tensor, dict[str, Metric]]:
-            output = policy_loss(
-                self.config,
-                logp=logp,
-                old_logp=micro_batch.old_logp,
-                advantages=micro_batch.advantages,
-                loss_mask=micro_batch.loss_mask,
-                cu_seqlens=micro_batch.loss_cu_seqlens,
-                prox_logp=getattr(micro_batch, "prox_logp", None),
-                ref_logp=getattr(micro_batch, "ref_logp", None),
-                entropy=entropy,
-                denominators=denominators,
-            )
-            return output.loss, output.metrics
-
-        return actor.forward_backward(micro_batches, loss_fn)
+        return actor.forward_backward(micro_batches, PolicyLossFunction(self.config, denominators))
 
 
 def make_algorithm(config: PolicyLossConfig) -> PolicyAlgorithm:

@@ -108,6 +108,58 @@ def policy_loss_derivative(
 
 
 @dataclass(frozen=True)
+class SurrogateTerms:
+    """The constants of a loss sum_t weights_t l(logp_t) - entropy_weights_t H_t, all [T]; 0 where a token has no part.
+
+    old_logp, anchor_logp, advantages: what the token loss l takes beside `logp`, as in `RatioTerms`.
+    weights: everything that multiplies it: behaviour weight, 0 where rejected, over the denominator.
+    entropy_weights: None without an entropy bonus. live bool: tokens that take part.
+    """
+
+    old_logp: torch.Tensor
+    anchor_logp: torch.Tensor
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    entropy_weights: torch.Tensor | None
+    live: torch.Tensor
+
+
+@torch.no_grad()
+def surrogate_terms(
+    config: PolicyLossConfig | Mapping[str, Any],
+    *,
+    old_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    prox_logp: torch.Tensor | None = None,
+    denominators: Denominators | None = None,
+) -> SurrogateTerms:
+    """What is known of `policy_loss` before the log-probs are; arguments as there.
+
+    Raises ValueError where they do not make up the rest of the loss: ratios of whole sequences, a KL to the reference.
+    """
+    config = as_config(PolicyLossConfig, config)
+    if config.importance_sampling_level != "token" or config.kl_coef > 0:
+        raise ValueError(
+            "surrogate_terms: the loss is not a sum over single tokens without reference KL: found "
+            f"importance_sampling_level={config.importance_sampling_level}, kl_coef={config.kl_coef}"
+        )
+    entropy = torch.zeros_like(old_logp) if config.entropy_coef > 0 else None
+    call = _prepare(
+        config, old_logp, old_logp, advantages, loss_mask, cu_seqlens, prox_logp, None, entropy, denominators
+    )
+    return SurrogateTerms(
+        old_logp=call.terms.old_logp,
+        anchor_logp=call.terms.anchor_logp,
+        advantages=call.terms.advantages,
+        weights=torch.where(call.behaviour.kept, call.behaviour.weights * call.weights, 0),
+        entropy_weights=config.entropy_coef * call.weights if config.entropy_coef > 0 else None,
+        live=call.live,
+    )
+
+
+@dataclass(frozen=True)
 class _Call:
     """Checked inputs of one call. live [T] bool: unmasked tokens all of whose values are finite.
 

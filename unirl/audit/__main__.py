@@ -3,10 +3,10 @@
 import argparse
 import sys
 
-from unirl.audit import vectors
+from unirl.audit import kernels, vectors
 from unirl.errors import UserError
 
-AUDITS = (vectors,)
+AUDITS = (kernels, vectors)
 """Modules with `add_parser(subparsers)`; their parsers set `run`: from arguments to exit code."""
 
 

@@ -108,6 +108,9 @@ class RewardConfig:
         10.0, "Seconds one answer may take to grade before it counts 0 and its worker is replaced.", gt=0
     )
     max_response_chars: int = key(200_000, "Longer responses are graded on their last so many characters.", ge=1)
+    bias: float = key(0.0, "Added to every grade.")
+    scale: float = key(1.0, "Then every grade is multiplied by this.")
+    clip: float | None = key(None, "Then grades are clipped to [-clip, clip]; null: not at all.", gt=0)
     truncated_reward: str = key(
         "keep",
         "Reward of a truncated sample: keep the grade, zero it, or soft: subtract the overlong penalty.",
@@ -198,6 +201,16 @@ class StackConfig:
     )
     max_grad_norm: float = key(1.0, "Gradients are clipped to this global norm.", gt=0)
     recompute: str = key("none", "Activation recomputation.", choices=["none", "selective", "full"])
+    loss_kernel: str = key(
+        "auto",
+        "From logits to the gradient in one kernel, or by log-probs and autograd; auto: fused where it has the loss.",
+        choices=["auto", "fused", "separate"],
+    )
+    logits_chunk_tokens: int | None = key(
+        None,
+        "Response tokens whose logits exist at a time; saves memory, costs one more product with the head; null: all.",
+        ge=1,
+    )
 
 
 @dataclass

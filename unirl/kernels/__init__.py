@@ -1,6 +1,18 @@
-"""Token log-probs and entropies over (vocabulary-parallel) logits; docs/kernels.md says how they work."""
+"""Log-probs, entropies and policy losses of tokens from vocabulary-parallel logits; docs/kernels.md says how."""
 
 from unirl.kernels.backends import BackendUnavailable, available_backends
+from unirl.kernels.linear_token_logprob import linear_token_logprob
+from unirl.kernels.loss_spec import LossSpec, fused_loss_refusal
+from unirl.kernels.policy_loss import FusedPolicyLoss, fused_policy_loss
 from unirl.kernels.token_logprob import token_logprob
 
-__all__ = ["BackendUnavailable", "available_backends", "token_logprob"]
+__all__ = [
+    "BackendUnavailable",
+    "FusedPolicyLoss",
+    "LossSpec",
+    "available_backends",
+    "fused_loss_refusal",
+    "fused_policy_loss",
+    "linear_token_logprob",
+    "token_logprob",
+]

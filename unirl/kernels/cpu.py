@@ -9,7 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from unirl.kernels.loss_spec import LossSpec
 from unirl.kernels.records import RowSoftmax, record_width
+from unirl.kernels.token_losses import TokenLosses
+
+FUSES_ROWS = True
 
 HOW_TO_BUILD = (
     "the C++ extension is not built; install the package where a C++ compiler is present "
@@ -62,3 +66,39 @@ def write_gradient(
     grad_entropy = torch.zeros_like(grad_logp) if grad_entropy is None else grad_entropy
     rows = torch.stack([softmax.peak, softmax.total, entropy, grad_logp.double(), grad_entropy.double()])
     torch.ops.unirl_cpu.write_gradient(logits, local_targets, columns, temperature, rows)
+
+
+def token_losses(spec: LossSpec, logp: Tensor, terms: Tensor) -> TokenLosses:
+    """As `reference.token_losses`."""
+    result = torch.empty((4, logp.shape[0]), dtype=torch.float64)
+    torch.ops.unirl_cpu.token_losses(spec.kind, spec.constants, torch.stack([logp, *terms[:3]]), result)
+    return _losses(result)
+
+
+def policy_rows(
+    logits: Tensor,
+    local_targets: Tensor,
+    columns: int,
+    temperature: float,
+    spec: LossSpec,
+    terms: Tensor,
+    *,
+    with_entropy: bool,
+) -> tuple[Tensor, TokenLosses]:
+    """Records and losses as of `reference.row_records` and `reference.token_losses`, and the gradient of
+
+    sum(weights * loss - entropy_weights * entropy) over the logits, for shards that hold the whole vocabulary: each row
+    is overwritten while it is still in the cache.
+    """
+    rows = logits.shape[0]
+    record = torch.empty((record_width(with_entropy), rows), dtype=torch.float64)
+    result = torch.empty((4, rows), dtype=torch.float64)
+    torch.ops.unirl_cpu.policy_rows(
+        logits, local_targets, columns, temperature, spec.kind, spec.constants, terms, record, result
+    )
+    return record, _losses(result)
+
+
+def _losses(result: Tensor) -> TokenLosses:
+    flags = result[3].to(torch.int64)
+    return TokenLosses(*result[:3], *((flags & bit) != 0 for bit in (1, 2, 4)))

@@ -19,6 +19,9 @@ from torch import Tensor
 
 MAX, SUM, TARGET, SHIFT = range(4)
 
+# Columns of a target that are none: another shard holds it, or the row is masked and stays unread (an empty record).
+ELSEWHERE, UNREAD = -1, -2
+
 
 def record_width(with_entropy: bool) -> int:
     """Words per row: float32 on the wire, hence 12 bytes per token and rank, 16 with the entropy."""
@@ -54,13 +57,18 @@ class VocabShard:
         return cls(offset, width, min(max(vocab - offset, 0), width), vocab, group)
 
     def local(self, targets: Tensor) -> Tensor:
-        """Vocabulary ids [T] as columns of this shard; -1 where another shard holds the target."""
+        """Vocabulary ids [T] as columns of this shard; ELSEWHERE where another shard holds the target."""
         column = targets - self.offset
-        return torch.where((column >= 0) & (column < self.columns), column, -1)
+        return torch.where((column >= 0) & (column < self.columns), column, ELSEWHERE)
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is no other shard."""
+        return self.group is None or dist.get_world_size(self.group) == 1
 
     def gather(self, record: Tensor, wire: torch.dtype) -> Tensor:
         """Record [words, T] of every shard, [shards, words, T] in float64: the only collective of the forward pass."""
-        if self.group is None or dist.get_world_size(self.group) == 1:
+        if self.whole:
             return record.double()[None]
         size = dist.get_world_size(self.group)
         packed = record.to(wire).contiguous()

@@ -9,7 +9,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from unirl.kernels.records import MAX, SHIFT, SUM, TARGET, RowSoftmax, finite_base, record_width
+from unirl.kernels.records import MAX, SHIFT, SUM, TARGET, UNREAD, RowSoftmax, finite_base, record_width
+from unirl.kernels.token_losses import token_losses
+
+__all__ = ["FUSES_ROWS", "row_records", "supports", "token_losses", "write_gradient"]
+
+FUSES_ROWS = False
+"""Whether the back-end has `policy_rows`: a row from logits to gradient at once."""
 
 # Elements of a block of rows: 4 MB in float32. About ten temporaries of that size live at a time.
 BLOCK_ELEMENTS = 1 << 20
@@ -25,24 +31,28 @@ def supports(logits: Tensor) -> bool:
 def row_records(
     logits: Tensor, local_targets: Tensor, columns: int, temperature: float, *, with_entropy: bool
 ) -> Tensor:
-    """Records [words, T] float64 (see `records`) of logits [T, width], of which the first `columns` are real."""
-    record = torch.empty((record_width(with_entropy), logits.shape[0]), dtype=torch.float64, device=logits.device)
-    record[MAX], record[SUM], record[TARGET] = -torch.inf, 0.0, -torch.inf
-    record[SHIFT:] = 0.0
+    """Records [words, T] float64 (see `records`) of logits [T, width], of which the first `columns` are real.
+
+    local_targets [T] int64: columns, or ELSEWHERE or UNREAD.
+    """
+    shape = (record_width(with_entropy), logits.shape[0])
+    record = torch.zeros(shape, dtype=torch.float64, device=logits.device)
+    record[[MAX, TARGET]] = -torch.inf
     if columns == 0:
         return record
+    empty = record.clone()
     for rows in _row_blocks(logits):
+        target = local_targets[rows]
         x = _computable(logits[rows, :columns])
         record[MAX, rows] = x.amax(1).double()
         z = (x - finite_base(x.amax(1))[:, None]) / temperature
         weight = z.exp()
         record[SUM, rows] = weight.sum(1, dtype=torch.float64)
-        target = local_targets[rows]
         own_z = z.gather(1, target.clamp(min=0)[:, None])[:, 0].double()
         record[TARGET, rows] = torch.where(target >= 0, own_z, -torch.inf)
         if with_entropy:
             record[SHIFT, rows] = (weight * z.clamp(min=LOWEST_EXPONENT)).sum(1, dtype=torch.float64)
-    return record
+    return torch.where(local_targets == UNREAD, empty, record)
 
 
 def write_gradient(

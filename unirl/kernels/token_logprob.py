@@ -1,19 +1,15 @@
 """`token_logprob`: token log-probs and entropies; the backward pass reuses the storage of the logits."""
 
-import math
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from unirl.kernels.backends import choose_backend
 from unirl.kernels.records import RowSoftmax, VocabShard, combine
-
-# Logits whose storage a backward pass has taken, with the version it left them in: reading them again is an error.
-_overwritten = WeakTensorKeyDictionary()
+from unirl.kernels.storage import check_logits, check_targets, check_temperature, mark_overwritten
 
 
 def token_logprob(
@@ -45,14 +41,10 @@ def token_logprob(
     Raises ValueError for shapes, layout, temperature or targets that do not fit, TypeError for dtypes,
     `BackendUnavailable` where `backend` (auto, cpu, reference) cannot take these logits.
     """
-    _check(logits, targets, temperature)
+    check_logits(logits, targets)
+    check_temperature(temperature)
     shard = VocabShard.of(logits.shape[1], vocab, group)
-    _check_range(targets, shard.vocab)
-    if not logits.is_inference() and _overwritten.get(logits) == logits._version:
-        raise RuntimeError(
-            "these logits were overwritten with their gradient by an earlier backward pass of token_logprob: "
-            "recompute them, or pass logits.clone() to the first call"
-        )
+    check_targets(targets, shard.vocab)
     return _TokenLogprob.apply(
         logits, targets, float(temperature), shard, with_entropy, choose_backend(backend, logits)
     )
@@ -81,36 +73,5 @@ class _TokenLogprob(torch.autograd.Function):
         ctx.backend.write_gradient(
             gradient, columns, ctx.real_columns, ctx.temperature, softmax, grad_logp, grad_entropy
         )
-        torch.autograd.graph.increment_version(logits)
-        _overwritten[logits] = logits._version
+        mark_overwritten(logits)
         return gradient, None, None, None, None, None
-
-
-def _check(logits: Tensor, targets: Tensor, temperature: float) -> None:
-    if logits.dim() != 2 or targets.shape != logits.shape[:1]:
-        raise ValueError(
-            f"expected logits [T, V_local] and targets [T], got {tuple(logits.shape)} and {tuple(targets.shape)}"
-        )
-    if not logits.is_floating_point() or targets.dtype != torch.int64:
-        raise TypeError(f"expected floating logits and int64 targets, got {logits.dtype} and {targets.dtype}")
-    if targets.device != logits.device:
-        raise ValueError(f"logits are on {logits.device}, targets on {targets.device}: expected the same device")
-    rows, width = logits.shape
-    if (width > 1 and logits.stride(1) != 1) or (rows > 1 and logits.stride(0) < width):
-        raise ValueError(
-            f"logits of shape {(rows, width)} have strides {logits.stride()}: expected stride 1 along the vocabulary "
-            "and rows that do not overlap; call .contiguous() first (that is a copy of the logits)"
-        )
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature={temperature}: expected a finite number > 0, the sampler's temperature")
-
-
-def _check_range(targets: Tensor, vocab: int) -> None:
-    if targets.numel() == 0:
-        return
-    low, high = (int(bound) for bound in targets.aminmax())
-    if low < 0 or high >= vocab:
-        raise ValueError(
-            f"targets lie in [{low}, {high}]: expected [0, {vocab}); give masked positions any valid id "
-            "and mask their result"
-        )

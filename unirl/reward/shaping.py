@@ -1,4 +1,4 @@
-"""What becomes of the grade of a sample that was cut off, or nearly."""
+"""From a scorer's grades to rewards: bias, scale, clip, and what becomes of samples that were cut off, or nearly."""
 
 import torch
 
@@ -17,12 +17,15 @@ def shape_rewards(
 ) -> torch.Tensor:
     """rewards [N] float, status [N] (`SampleStatus` values), response_lengths [N] in tokens -> rewards [N] float32.
 
-    By `config.truncated_reward`: `keep` leaves the grades as they are; `zero` gives 0 to truncated samples, which
+    (grade + `config.bias`) * `config.scale`, clipped to [-`config.clip`, `config.clip`]. Then, by
+    `config.truncated_reward`: `keep` leaves them as they are; `zero` gives 0 to truncated samples, which
     the status tells, not the length; `soft` subtracts the overlong penalty from every sample by its length
     (`unirl.algorithms.overlong_penalty`). A NaN (no verdict) stays NaN, except where `zero` decides the reward anyway.
     Raises ValueError for another mode, or where `overlong_tokens` exceeds `max_new_tokens`.
     """
-    rewards = rewards.float()
+    rewards = (rewards.float() + config.bias) * config.scale
+    if config.clip is not None:
+        rewards = rewards.clamp(-config.clip, config.clip)
     match config.truncated_reward:
         case "keep":
             return rewards

@@ -131,7 +131,11 @@ def make_reference(config: TrainConfig, actor: MegatronActor) -> MegatronPolicy 
     if path is None:
         return None
     reference = MegatronPolicy(
-        replace(config.model, path=path), parallel=config.parallel, temperature=actor.temperature, seed=config.seed
+        replace(config.model, path=path),
+        parallel=config.parallel,
+        temperature=actor.temperature,
+        seed=config.seed,
+        logits_chunk_tokens=config.stack.logits_chunk_tokens,
     )
     if reference.vocab_size != actor.vocab_size:
         found = reference.vocab_size

@@ -128,13 +128,20 @@ def make_actor():
         total_steps=10,
         recompute="none",
         max_grad_norm=1.0,
+        loss_kernel="auto",
+        logits_chunk_tokens=None,
         **optimizer,
     ):
         actor = MegatronActor(
             ModelConfig(path=str(folder), dtype=dtype),
             parallel=ParallelConfig(),
             optimizer=OptimizerConfig(**optimizer),
-            stack=StackConfig(max_grad_norm=max_grad_norm, recompute=recompute),
+            stack=StackConfig(
+                max_grad_norm=max_grad_norm,
+                recompute=recompute,
+                loss_kernel=loss_kernel,
+                logits_chunk_tokens=logits_chunk_tokens,
+            ),
             temperature=temperature,
             total_steps=total_steps,
             seed=0,

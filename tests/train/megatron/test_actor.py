@@ -99,6 +99,19 @@ def test_recomputation_changes_nothing(make_folder, make_actor, recompute):
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
+@pytest.mark.parametrize("family", ["qwen3-tied", "qwen3-untied"])
+def test_logits_in_chunks_change_nothing(make_folder, make_actor, family):
+    """Log-probs, and gradients of the head and of all behind it, with a few rows of logits at a time."""
+    folder, _ = make_folder(family)
+    batches = make_batches(token_budget=80)
+    whole, chunked = make_actor(folder), make_actor(folder, logits_chunk_tokens=3)
+    logits = []
+    chunked.model.output_layer.register_forward_hook(lambda *args: logits.append(args))
+    torch.testing.assert_close(chunked.log_probs(batches), whole.log_probs(batches), atol=1e-5, rtol=0)
+    assert_gradients_close(gradients_of(chunked, batches), gradients_of(whole, batches))
+    assert logits == []
+
+
 def test_bfloat16_stays_close_to_float32(make_folder, make_actor):
     folder, _ = make_folder()
     (batch,) = make_batches()

@@ -53,6 +53,27 @@ def kl_has_a_reference(config: TrainConfig) -> str | None:
     )
 
 
+@rule("stack.loss_kernel", "algorithm.importance_sampling_level", "algorithm.kl_coef")
+def fused_loss_is_of_tokens(config: TrainConfig) -> str | None:
+    """stack.loss_kernel=fused takes algorithm.importance_sampling_level=token and algorithm.kl_coef=0 only."""
+    level, kl_coef = config.algorithm.importance_sampling_level, config.algorithm.kl_coef
+    if config.stack.loss_kernel != "fused" or (level == "token" and kl_coef == 0):
+        return None
+    return (
+        f"found fused, which has neither ratios of whole sequences (algorithm.importance_sampling_level={level}) nor a "
+        f"KL to the reference policy (algorithm.kl_coef={kl_coef}); use auto or separate"
+    )
+
+
+@rule("stack.loss_kernel", "stack.logits_chunk_tokens")
+def fused_loss_has_logits(config: TrainConfig) -> str | None:
+    """stack.loss_kernel=fused needs all logits of a micro-batch: stack.logits_chunk_tokens is null."""
+    chunk = config.stack.logits_chunk_tokens
+    if config.stack.loss_kernel != "fused" or chunk is None:
+        return None
+    return f"found fused, which needs stored logits (stack.logits_chunk_tokens={chunk}); use auto or separate"
+
+
 @rule("stack.num_updates_per_batch", "algorithm.loss", "algorithm.allow_multi_update")
 def drpo_updates_once(config: TrainConfig) -> str | None:
     """DRPO anchors its ratio on the rollout's own log-probs, so stack.num_updates_per_batch is 1, unless

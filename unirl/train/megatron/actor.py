@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, StackConfig
+from unirl.train.fused_loss import fused_loss, fuses
 from unirl.train.megatron.policy import MegatronPolicy
 from unirl.train.megatron.training import Trained
 from unirl.train.megatron.weights import iterate_gradients, iterate_weights, write_hf_folder
@@ -32,14 +33,27 @@ class MegatronActor(Trained, MegatronPolicy):
         total_steps: int,
         seed: int,
     ):
-        super().__init__(model, parallel=parallel, temperature=temperature, seed=seed, recompute=stack.recompute)
+        super().__init__(
+            model,
+            parallel=parallel,
+            temperature=temperature,
+            seed=seed,
+            recompute=stack.recompute,
+            logits_chunk_tokens=stack.logits_chunk_tokens,
+        )
+        # The fused kernel takes logits that are stored.
+        self._loss_kernel = stack.loss_kernel if stack.logits_chunk_tokens is None else "separate"
         self._start_training(optimizer, max_grad_norm=stack.max_grad_norm, total_steps=total_steps)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn) -> list[dict]:
         """Set the gradients to those of the sum of the losses of `micro_batches`; returns the metrics of each."""
 
-        def loss_of(batch: MicroBatch, logits: torch.Tensor):
-            return loss_fn(batch, *self._token_log_probs(batch, logits))
+        fused = fuses(loss_fn, self._loss_kernel)
+
+        def loss_of(batch: MicroBatch, output: torch.Tensor):
+            if fused:
+                return fused_loss(loss_fn, batch, output, temperature=self.temperature, vocab=self.vocab_size)
+            return loss_fn(batch, *self._token_log_probs(batch, output))
 
         return self._backward(micro_batches, loss_of)
 

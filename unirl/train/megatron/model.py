@@ -129,11 +129,24 @@ class PackedModel(GPTModel):
 
 
 class PolicyModel(PackedModel):
-    """The policy: its head gives logits [R, vocabulary of this rank], in the dtype of the weights."""
+    """The policy: its head gives logits [R, vocabulary of this rank], in the dtype of the weights.
+
+    stores_logits: False leaves the head to the caller, who takes `head_weight` to the hidden states [R, H].
+    """
+
+    stores_logits = True
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[vocabulary of this rank, H]."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden, weight=weight)
+        if not self.stores_logits:
+            return hidden.squeeze(1)
+        logits, _ = self.output_layer(hidden, weight=self.head_weight)
         return logits.squeeze(1)
 
 
