@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -30,8 +31,48 @@ def test_trim_drops_later_and_torn_lines(tmp_path):
         run.write_samples(iteration, [{"response": "é"}, {"response": "b"}])
     with open(run.metrics_path, "a") as file:
         file.write('{"iteration": 2, "torn')
-    run.trim(metrics_after=2, samples_after=3)
+    assert run.trim(trained=3, finished=2) == []
     assert [line["iteration"] for line in lines(run.metrics_path)] == [0, 1, 2]
     assert [line["iteration"] for line in lines(run.samples_path)] == [0, 0, 1, 1, 2, 2, 3, 3]
     run.write_metrics(3, {"reward/mean": 1.0})
     assert lines(run.metrics_path)[-1] == {"iteration": 3, "reward/mean": 1.0}
+
+
+def test_trim_drops_the_samples_of_an_evaluation_that_is_repeated(tmp_path):
+    run = RunDirectory(tmp_path, resume="never")
+    for iteration in (0, 1):
+        run.write_samples(iteration, [{"response": "trained"}])
+        run.write_samples(iteration, [{"eval": True, "response": "evaluated"}])
+    run.trim(trained=1, finished=0)
+    assert [(line["iteration"], line["response"]) for line in lines(run.samples_path)] == [
+        (0, "trained"),
+        (0, "evaluated"),
+        (1, "trained"),
+    ]
+
+
+@pytest.mark.parametrize("broken", [b"\0\0\0\n", b"[1]\n", b"{}\n", b'{"iteration": 1, "lo\n', b"\xff\n"])
+def test_trim_tells_of_lines_that_cannot_be_read(tmp_path, broken):
+    run = RunDirectory(tmp_path, resume="never")
+    run.write_metrics(0, {})
+    with open(run.metrics_path, "ab") as file:
+        file.write(broken)
+    run.write_metrics(2, {})
+    (said,) = run.trim(trained=2, finished=2)
+    assert said.endswith("metrics.jsonl: 1 of 3 lines could not be read and are dropped")
+    assert [line["iteration"] for line in lines(run.metrics_path)] == [0, 2]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")
+def test_full_disk_is_named(tmp_path):
+    run = RunDirectory(tmp_path, resume="never")
+    run.metrics_path.symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"metrics\.jsonl could not be written: No space left on device; make room"):
+        run.write_metrics(1, {"loss": 0.5})
+
+
+def test_config_that_cannot_be_written_is_named(tmp_path):
+    run = RunDirectory(tmp_path, resume="never")
+    (tmp_path / ".config.yaml.tmp").mkdir()
+    with pytest.raises(UserError, match=r"config\.yaml could not be written: Is a directory"):
+        run.write_config("seed: 1")

@@ -1,7 +1,9 @@
 """The whole loop: real model, engine, scorer processes and optimizer, in processes of their own."""
 
 import json
+import os
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -92,6 +94,22 @@ def test_a_finished_run_goes_on_with_more_iterations(train, tmp_path):
     assert train(run_dir, "num_iterations=1").returncode == 0
     assert train(run_dir, "num_iterations=2", "resume=auto").returncode == 0
     assert [line["iteration"] for line in read_metrics(run_dir)] == [0, 1, 2]
+    refused = train(run_dir, "num_iterations=1", "resume=auto")
+    assert refused.returncode == 2
+    assert f"num_iterations=1, but run_dir={run_dir} has done 2: give more" in refused.stderr
+    assert "num_iterations: 2" in (run_dir / "config.yaml").read_text()
+
+
+def test_a_damaged_checkpoint_is_passed_over_to_the_same_numbers(undisturbed, train, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(undisturbed, run_dir)
+    os.truncate(run_dir / "checkpoints/iteration_00000006/actor/weights.safetensors", 5000)
+    resumed = train(run_dir, "resume=auto")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "iteration_00000006 is damaged: SafetensorError" in resumed.stdout
+    assert "going back to the checkpoint of iteration 4" in resumed.stdout
+    assert timeless(read_metrics(run_dir)) == timeless(read_metrics(undisturbed))
+    assert (run_dir / "samples.jsonl").read_bytes() == (undisturbed / "samples.jsonl").read_bytes()
 
 
 def test_existing_run_is_refused_with_the_way_out(undisturbed, train):

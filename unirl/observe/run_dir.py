@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ class RunDirectory:
 
     def write_config(self, yaml: str) -> None:
         """The resolved config, as YAML text."""
-        write_aside(self.path / "config.yaml", yaml.encode())
+        with _explained(self.path / "config.yaml") as path:
+            write_aside(path, yaml.encode())
 
     def write_metrics(self, iteration: int, metrics: dict[str, Any]) -> None:
         """One flushed line; keys keep their order."""
@@ -44,12 +46,16 @@ class RunDirectory:
         """One line per sample."""
         _append(self.samples_path, [{"iteration": iteration, **sample} for sample in samples])
 
-    def trim(self, *, metrics_after: int, samples_after: int) -> None:
-        """Drop the lines of later iterations, and a line that a killed process left half-written."""
-        for path, iteration in ((self.metrics_path, metrics_after), (self.samples_path, samples_after)):
-            if path.exists():
-                kept = [line for line, found in _whole_lines(path) if found["iteration"] <= iteration]
-                write_aside(path, b"".join(kept))
+    def trim(self, *, trained: int, finished: int) -> list[str]:
+        """Drop what a run that goes on after iteration `trained` writes again, and lines that cannot be read.
+
+        `finished` is the last iteration whose evaluation and line of metrics are not repeated. Returns a sentence for
+        each file with lines, other than its last, that could not be read.
+        """
+        return [
+            *_keep(self.metrics_path, lambda line: line["iteration"] <= finished),
+            *_keep(self.samples_path, lambda line: line["iteration"] <= (finished if line.get("eval") else trained)),
+        ]
 
 
 def write_aside(path: Path, content: bytes) -> None:
@@ -63,12 +69,39 @@ def write_aside(path: Path, content: bytes) -> None:
 
 
 def _append(path: Path, records: list[dict[str, Any]]) -> None:
-    with open(path, "a", encoding="utf-8") as file:
+    with _explained(path), open(path, "a", encoding="utf-8") as file:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
-def _whole_lines(path: Path) -> Iterable[tuple[bytes, dict[str, Any]]]:
-    with open(path, "rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):  # the last line lacks its end where the process died while writing it
-                yield line, json.loads(line)
+def _keep(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> Iterator[str]:
+    """Leave the lines that `is_kept` in the file; yields what is to be said of the others that were dropped."""
+    if not path.exists():
+        return
+    with _explained(path):
+        # The last line lacks its end where the process died, or the disk was full, while it was written.
+        lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        records = [_read_line(line) for line in lines]
+        pairs = zip(lines, records, strict=True)
+        write_aside(path, b"".join(line for line, record in pairs if record is not None and is_kept(record)))
+    if unreadable := sum(record is None for record in records):
+        yield f"{path}: {unreadable} of {len(lines)} lines could not be read and are dropped"
+
+
+def _read_line(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("iteration"), int) else None
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[Path]:
+    """An error of the file system as one that the user can mend."""
+    try:
+        yield path
+    except OSError as error:
+        raise UserError(
+            f"{path} could not be written: {error.strerror}; make room, or point run_dir elsewhere; "
+            "checkpoints are whole, continue with resume=auto"
+        ) from error

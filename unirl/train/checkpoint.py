@@ -12,6 +12,11 @@ from safetensors import SafetensorError
 
 from unirl.errors import UserError
 
+
+class DamagedCheckpointError(UserError):
+    """A checkpoint of which a file is missing, cut off or not what was written."""
+
+
 _NAME = re.compile(r"iteration_(\d{8})")
 
 
@@ -47,34 +52,72 @@ class CheckpointStore:
             (aside / "state.json").write_text(json.dumps(state, indent=1))
             _sync_to_disk(aside)
             if target.exists():
-                shutil.rmtree(target)
+                target.rename(self.path / f".tmp-old-{target.name}")  # whole until the new one stands in its place
             aside.rename(target)
+            self._clean()
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
             shutil.rmtree(aside, ignore_errors=True)
-            reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"checkpoint of iteration {iteration} could not be written to {self.path}: {reason}; "
+                f"checkpoint of iteration {iteration} could not be written to {self.path}: {_reason(error)}; "
                 "make room, or point run_dir elsewhere; earlier checkpoints are whole, continue with resume=auto"
             ) from error
         for old in self.iterations()[: -self.keep]:
             shutil.rmtree(self._folder(old))
         return target
 
+    def load_newest(
+        self, readers: Mapping[str, Callable[[Path], None]], say: Callable[[str], None]
+    ) -> dict[str, Any] | None:
+        """`load` the newest checkpoint, or, where it is damaged, the newest whole one; None where there is none at all.
+
+        Damaged ones are renamed, so that no later run takes them for checkpoints, and named through `say`.
+        Raises UserError where there are checkpoints and none is whole.
+        """
+        damaged: dict[int, DamagedCheckpointError] = {}
+        for iteration in reversed(self.iterations()):
+            try:
+                state = self.load(iteration, readers)
+            except DamagedCheckpointError as error:
+                damaged[iteration] = error
+                continue
+            for other, error in damaged.items():
+                self._set_aside(other)
+                say(f"{error}; going back to the checkpoint of iteration {iteration}")
+            return state
+        if damaged:
+            raise UserError("\n".join([*map(str, damaged.values()), "no checkpoint is whole: start another run_dir"]))
+        return None
+
     def load(self, iteration: int, readers: Mapping[str, Callable[[Path], None]]) -> dict[str, Any]:
         """Give each model's folder of that iteration to its reader and return the state that was saved with them.
 
-        Raises UserError where the checkpoint holds other models.
+        Raises UserError where the checkpoint holds other models, DamagedCheckpointError where it cannot be read.
         """
         folder = self._folder(iteration)
+        try:
+            state = json.loads((folder / "state.json").read_text())
+            self._check_models(folder, readers)
+            for name, read in readers.items():
+                read(folder / name)
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {_reason(error)}") from error
+        return state
+
+    def _check_models(self, folder: Path, readers: Mapping[str, Callable[[Path], None]]) -> None:
         found = {entry.name for entry in folder.iterdir() if entry.is_dir()}
+        if not found:
+            raise DamagedCheckpointError(f"checkpoint {folder} is damaged: it holds no model")
         if found != readers.keys():
             raise UserError(
                 f"{folder} holds {', '.join(sorted(found))}, this run trains {', '.join(sorted(readers))}: resume with "
                 "or without a critic (algorithm.critic) as it was, or start another run_dir"
             )
-        for name, read in readers.items():
-            read(folder / name)
-        return json.loads((folder / "state.json").read_text())
+
+    def _set_aside(self, iteration: int) -> None:
+        folder = self._folder(iteration)
+        aside = folder.with_name(f"damaged_{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)  # of the same iteration, damaged before
+        folder.rename(aside)
 
     def _folder(self, iteration: int) -> Path:
         return self.path / f"iteration_{iteration:08d}"
@@ -84,6 +127,12 @@ class CheckpointStore:
         self.path.mkdir(parents=True, exist_ok=True)
         for leftover in self.path.glob(".tmp-*"):
             shutil.rmtree(leftover)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"
 
 
 def _sync_to_disk(folder: Path) -> None:

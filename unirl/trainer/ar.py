@@ -3,10 +3,12 @@
 import shutil
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from unirl.algorithms import make_algorithm
 from unirl.config.schema import TrainConfig
@@ -74,7 +76,7 @@ class ARTrainer:
         data = load_data(config, self.display.message)
         self.tokenizer, self.train_prompts, self.eval_prompts = data.tokenizer, data.train, data.heldout
         self.sampler, self.stop_token_ids = data.sampler, data.stop_token_ids
-        self.run.write_config(config_yaml)
+        self._config_yaml = config_yaml
         with ExitStack() as resources:
             self.trackers = make_trackers(config.logging.trackers, self.run.path)
             for tracker in self.trackers:
@@ -118,9 +120,7 @@ class ARTrainer:
                 )
                 return 130
             self._save()
-            policy = self.run.path / "policy"
-            shutil.rmtree(policy, ignore_errors=True)  # of the same run when it had fewer iterations
-            self.actor.export_hf(policy)
+            policy = self._export()
             self.display.message(f"done: the run is in {self.run.path}, the trained policy in {policy}")
         return 0
 
@@ -216,27 +216,58 @@ class ARTrainer:
 
     def _start(self) -> None:
         """Take up the newest checkpoint, or start at iteration 0, and give the engine the actor's weights."""
-        saved = self.checkpoints.iterations() if self.config.resume == "auto" else []
         self.state = TrainerState(self.sampler.state_dict(), self.train_prompts.fingerprint(), unwritten={})
-        if saved:
-            prompts = self.state.prompts
-            self.state = TrainerState(
-                **self.checkpoints.load(saved[-1], {name: model.load for name, model in self._trained_models().items()})
-            )
-            if self.state.prompts != prompts:
-                raise UserError(
-                    f"run_dir={self.run.path} was trained on other prompts than those that data.* names now: give the "
-                    "same data (and tokenizer) to resume, or start another run_dir"
-                )
-            self.sampler.load_state_dict(self.state.sampler)
-            self.display.message(f"resumed after iteration {self.state.iteration}")
-        written = self.state.iteration - (self.state.unwritten is not None)
-        self.run.trim(metrics_after=written, samples_after=self.state.iteration)
+        if self.config.resume == "auto":
+            readers = {name: model.load for name, model in self._trained_models().items()}
+            saved = self.checkpoints.load_newest(readers, self.display.message)
+            if saved is None:
+                self.display.message(f"{self.checkpoints.path} holds no checkpoint: starting at iteration 0")
+            else:
+                self._take_up(saved)
+        # Only now: a resumption that is refused leaves the run's files as they were.
+        self.run.write_config(self._config_yaml)
+        unfinished = self.state.unwritten is not None
+        for lost in self.run.trim(trained=self.state.iteration, finished=self.state.iteration - unfinished):
+            self.display.message(lost)
         self.sync.publish(self.state.iteration)
+
+    def _take_up(self, values: dict[str, Any]) -> None:
+        """Raises UserError where the run was another one."""
+        if differing := values.keys() ^ {item.name for item in fields(TrainerState)}:
+            raise UserError(
+                f"run_dir={self.run.path} was saved by another version of unirl (state.json differs in "
+                f"{', '.join(sorted(differing))}): go on with that version, or start another run_dir"
+            )
+        saved = TrainerState(**values)
+        if saved.prompts != self.state.prompts:
+            raise UserError(
+                f"run_dir={self.run.path} was trained on other prompts than those that data.* names now: give the "
+                "same data (and tokenizer) to resume, or start another run_dir"
+            )
+        if saved.iteration > self.config.num_iterations:
+            raise UserError(
+                f"num_iterations={self.config.num_iterations}, but run_dir={self.run.path} has done {saved.iteration}: "
+                "give more to go on, or start another run_dir"
+            )
+        self.sampler.load_state_dict(saved.sampler)
+        self.state = saved
+        self.display.message(f"resumed after iteration {saved.iteration}")
 
     def _save(self) -> None:
         writers = {name: model.save for name, model in self._trained_models().items()}
         self.checkpoints.save(self.state.iteration, asdict(self.state), writers)
+
+    def _export(self) -> Path:
+        policy = self.run.path / "policy"
+        shutil.rmtree(policy, ignore_errors=True)  # of the same run when it had fewer iterations
+        try:
+            self.actor.export_hf(policy)
+        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
+            raise UserError(
+                f"the trained policy could not be written to {policy}: {error}; make room and give the same command "
+                "with resume=auto: the training itself is saved"
+            ) from error
+        return policy
 
     def _trained_models(self) -> dict[str, MegatronActor | MegatronCritic]:
         """The models of a checkpoint, by the name of their folder in it."""
