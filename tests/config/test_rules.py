@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -195,6 +196,8 @@ BROKEN = {
         "optimizer.warmup_steps: found 4, but the critic makes 3 steps",
     ),
     "scorer_is_known": (["reward.scorer=math_boxd"], "reward.scorer", "the nearest is math_boxed"),
+    "model_folder_has_a_config": (["model.path=DAMAGED"], "model.path", "its config.json is damaged: Expecting value"),
+    "run_has_a_folder": (["run_dir="], "run_dir", "is empty: give the folder of the run"),
     "one_process": (
         ["num_devices=2", "rollout.engine=sglang"],
         "num_devices",
@@ -209,9 +212,13 @@ def test_a_broken_rule_is_refused(rule, small, tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2})
     )
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text('{"model_type":')
     overrides, key, message = BROKEN[rule.check.__name__]
+    places = {"FOLDER": str(tmp_path), "DAMAGED": str(tmp_path / "damaged")}
+    overrides = [re.sub("FOLDER|DAMAGED", lambda name: places[name[0]], text) for text in overrides]
     with pytest.raises(ConfigError) as caught:
-        small(*[override.replace("FOLDER", str(tmp_path)) for override in overrides], purpose="run")
+        small(*overrides, purpose="run")
     matching = [problem for problem in caught.value.problems if problem.startswith(f"{key}: ") and message in problem]
     assert len(matching) == 1, caught.value.problems
     assert [problem for problem in caught.value.problems if problem not in matching and not _is_run_only(problem)] == []

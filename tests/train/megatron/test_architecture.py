@@ -46,3 +46,10 @@ def test_config_in_the_older_form(make_folder):
     config["rope_scaling"] = rope
     (folder / "config.json").write_text(json.dumps(config))
     assert read_architecture(folder) == expected
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"hidden_size": 32}'])
+def test_a_config_that_cannot_be_read_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"config\.json cannot be read as the config of a model: "):
+        read_architecture(tmp_path)

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 import torch
@@ -140,6 +141,13 @@ def test_a_second_copy_of_a_tied_head_is_accepted(make_folder, make_actor):
     folder, _ = make_folder()
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     assert "lm_head.weight" not in dict(make_actor(folder).export_weights())
+
+
+def test_a_file_that_is_cut_off_is_an_error(make_folder, make_actor):
+    folder, _ = make_folder()
+    os.truncate(folder / SINGLE, 1000)
+    with pytest.raises(UserError, match=r"the weights cannot be read: .*; fetch or export the model again"):
+        make_actor(folder)
 
 
 def test_a_folder_without_safetensors_is_an_error(make_folder, make_actor):

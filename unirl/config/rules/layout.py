@@ -1,10 +1,10 @@
 """Devices, nodes and parallel sizes."""
 
-import json
 from pathlib import Path
 
 from unirl.config.geometry import model_devices, multiples_around, neighbours
 from unirl.config.rules.rule import rule
+from unirl.config.rules.sources import read_model_config
 from unirl.config.schema import TrainConfig
 
 _SIZES = ("parallel.tp", "parallel.pp", "parallel.cp")
@@ -65,14 +65,15 @@ def tensor_groups_stay_in_a_node(config: TrainConfig) -> str | None:
 def model_divides(config: TrainConfig) -> str | None:
     """tp divides the model's attention heads and key-value heads, and pp its layers (where model.path is a folder)."""
     path = Path(config.model.path) / "config.json"
-    if not path.is_file():
-        return None
-    model, parallel = json.loads(path.read_text(encoding="utf-8")), config.parallel
+    try:
+        model, parallel = read_model_config(path), config.parallel
+    except ValueError:
+        return None  # a hub name, or what the rule of model.path reports
     parts = {"num_attention_heads": "tp", "num_key_value_heads": "tp", "num_hidden_layers": "pp"}
     uneven = [
         f"{name}={model[name]} by parallel.{size}={getattr(parallel, size)}"
         for name, size in parts.items()
-        if model.get(name, 0) % getattr(parallel, size)
+        if isinstance(model.get(name), int) and model[name] % getattr(parallel, size)
     ]
     return f"the model of {path} cannot be divided: {', '.join(uneven)}" if uneven else None
 

@@ -1,7 +1,13 @@
-"""What this version runs. A config beyond it is planned by --dry-run and refused by a run."""
+"""The folder of a run, and what this version runs. A config beyond it is planned by --dry-run and refused by a run."""
 
 from unirl.config.rules.rule import rule
 from unirl.config.schema import TrainConfig
+
+
+@rule("run_dir")
+def run_has_a_folder(config: TrainConfig) -> str | None:
+    """run_dir is not empty, as it is where a shell variable is unset."""
+    return None if config.run_dir.strip() else "is empty: give the folder of the run, e.g. run_dir=runs/first"
 
 
 @rule("num_devices", "cluster.mode", "rollout.engine", "sync.mode", run_only=True)

@@ -1,7 +1,9 @@
 """Model, prompts and scorer: what they are read from."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from unirl.config.catalog import nearest
 from unirl.config.rules.rule import rule
@@ -15,6 +17,32 @@ def model_exists(config: TrainConfig) -> str | None:
     if config.model.maker or _is_model(path):
         return None
     return f"found {path!r}: no such folder, and no hub name (owner/name) either"
+
+
+@rule("model.path", run_only=True)
+def model_folder_has_a_config(config: TrainConfig) -> str | None:
+    """Where model.path is a folder, its config.json can be read."""
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        return None
+    try:
+        read_model_config(folder / "config.json")
+    except ValueError as error:
+        return f"found {config.model.path!r}, but {error}: give the whole Hugging Face folder of a model"
+    return None
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """The Hugging Face config in a file. Raises ValueError with the reason where there is none."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read there: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"its {path.name} is damaged: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"its {path.name} holds a {type(config).__name__}, expected a JSON object")
+    return config
 
 
 @rule("model.reference_path", "model.path", "model.maker")

@@ -54,8 +54,11 @@ def read_architecture(folder: Path, *, trust_remote_code: bool = False) -> Archi
 
     Raises UserError that names the file, the field, the value found and what is supported.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     where = folder / "config.json"
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where} cannot be read as the config of a model: {error}") from error
     if config.model_type not in _FAMILIES:
         raise UserError(f"{where}: model_type {config.model_type!r} is not supported, only {', '.join(_FAMILIES)}")
     family = _FAMILIES[config.model_type]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from unirl.errors import UserError
@@ -28,15 +28,25 @@ def resolve_folder(path: str) -> Path:
         return Path(path)
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"model.path: there is no folder {path}")
-    return Path(snapshot_download(path, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack"]))
+    try:
+        return Path(snapshot_download(path, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack"]))
+    except OSError as error:
+        raise UserError(f"{path}: no such folder, and the model hub gives no model of that name: {error}") from error
 
 
 def load_weights(model: PackedModel, folder: Path) -> None:
     """Fill every weight of `model` from the safetensors of `folder`.
 
-    Raises UserError where there are no safetensors, a name is missing, a name has no place in the model, or a shape is
-    another one.
+    Raises UserError where there are no safetensors, a file cannot be read, a name is missing, a name has no place in
+    the model, or a shape is another one.
     """
+    try:
+        _fill(model, folder)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"{folder}: the weights cannot be read: {error}; fetch or export the model again") from error
+
+
+def _fill(model: PackedModel, folder: Path) -> None:
     parameters = dict(model.named_parameters())
     maps = weight_maps(model.architecture, model.vocab_size)
     files = _tensor_files(folder)
