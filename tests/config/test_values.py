@@ -31,6 +31,8 @@ def test_values_are_typed_dataclasses(small):
         ("optimizer.lr=true", "optimizer.lr: found true, expected a float"),
         ("optimizer.lr=inf", "optimizer.lr: found inf, expected a float"),
         ("batch_size=1.5", "batch_size: found 1.5, expected an integer"),
+        ("batch_size=true", "batch_size: found true, expected an integer"),
+        ("seed=1e20", "seed: found 100000000000000000000, expected a value >= 0 and < 9.22337e+18"),
         ("batch_size=null", "batch_size: found null, expected an integer"),
         ("data.shuffle=1", "data.shuffle: found 1, expected true or false"),
         ("num_threads=many", "num_threads: found 'many', expected an integer or null"),

@@ -137,7 +137,7 @@ def _convert_to(value: Any, hint: Any) -> Any:
         return float(value)
     if hint is str and is_number:
         return str(value)  # run_dir=7
-    if isinstance(hint, type) and isinstance(value, hint) and not is_number:
+    if type(value) is hint and not is_number:  # not isinstance: true is an int to Python
         return value
     raise TypeError
 

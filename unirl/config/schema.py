@@ -264,7 +264,7 @@ class TrainConfig:
     devices_per_node: int = key(8, "Devices of one node.", ge=1)
     batch_size: int = key("???", "Prompts per iteration.", ge=1)
     num_iterations: int = key("???", "Iterations: rollout batches to train on.", ge=1)
-    seed: int = key(0, "Seed of sampling; data.seed decides the prompts.", ge=0)
+    seed: int = key(0, "Seed of sampling; data.seed decides the prompts.", ge=0, lt=2**63)
     num_threads: int | None = key(
         None, "CPU threads of a process; null leaves it to torch. Tiny models are fastest with 1.", ge=1
     )
