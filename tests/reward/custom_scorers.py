@@ -68,6 +68,14 @@ class FailsToStart:
         raise AssertionError
 
 
+class EndsAtStart:
+    def __init__(self):
+        os._exit(3)
+
+    def score(self, responses, answers):
+        raise AssertionError
+
+
 class NoScore:
     pass
 

@@ -232,6 +232,7 @@ def test_an_error_of_the_user_is_raised(acting):
         ("tests.reward.custom_scorers.not_a_class", "found a int"),
         ("tests.reward.custom_scorers.NoScore", "no method score"),
         ("tests.reward.custom_scorers.FailsToStart", "FailsToStart: OSError: no model here"),
+        ("tests.reward.custom_scorers.EndsAtStart", "its process could not start: .* ended with exit code 3"),
     ],
 )
 def test_a_scorer_that_cannot_be_loaded_is_named(scorer, message):

@@ -63,7 +63,7 @@ class WorkerProcess:
         Raises UserError where the scorer cannot be loaded, WorkerDiedError where the process ends or takes too long.
         """
         if not self.connection.poll(max(0.0, self.start_deadline - time.monotonic())):
-            raise WorkerDiedError(f"reward.scorer={self.scorer}: not imported after {START_LIMIT_S:g} s")
+            raise WorkerDiedError(f"not imported after {START_LIMIT_S:g} s")
         kind, value = self.receive()
         if kind == "refused":
             raise UserError(value)
@@ -81,7 +81,14 @@ class WorkerProcess:
         try:
             return self.connection.recv()
         except (EOFError, OSError) as error:
-            raise WorkerDiedError(f"scorer process {self.pid} ended with exit code {self._process.poll()}") from error
+            raise WorkerDiedError(f"scorer process {self.pid} ended{self._exit_status()}") from error
+
+    def _exit_status(self) -> str:
+        """Its connection closes a moment before it can be waited for."""
+        try:
+            return f" with exit code {self._process.wait(timeout=1)}"
+        except subprocess.TimeoutExpired:
+            return ""
 
     def kill(self) -> None:
         """End the process and its children at once; in a fork of the parent, only let go of them."""

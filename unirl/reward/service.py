@@ -68,6 +68,9 @@ class RewardService:
         try:
             self._workers += [_Worker(self._start_process()) for _ in range(num_workers)]
             self._answer_field = self._workers[0].process.wait_ready()
+        except WorkerDiedError as error:
+            self.close()
+            raise UserError(f"reward.scorer={scorer}: its process could not start: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -192,7 +195,7 @@ class RewardService:
         else:
             worker.failed_starts += 1
             if worker.failed_starts >= MAX_FAILED_STARTS:
-                raise RuntimeError(
+                raise UserError(
                     f"reward.scorer={self.scorer}: {MAX_FAILED_STARTS} processes in a row did no work: {error}"
                 ) from error
         self._replace(worker, call)
