@@ -216,3 +216,18 @@ def test_the_filter_of_these_runs():
     part = make_part([([1], [[2]])])
     assert even_answer(replace(part, records=({"answer": "4"},)))
     assert not even_answer(replace(part, records=({"answer": "7"},)))
+
+
+def test_errors_of_all_rounds_are_counted(train, tmp_path):
+    finished = train(
+        tmp_path,
+        *RUN,
+        "reward.scorer=tests.trainer.scorers.SometimesRaises",
+        "num_iterations=2",
+        "eval.path=null",
+        "resume=auto",
+    )
+    assert finished.returncode == 0, finished.stderr
+    lines = read_metrics(tmp_path)
+    assert any(line["sampling/rounds"] == 2 for line in lines)
+    assert all(line["reward/errors"] == line["reward/ungraded"] > 0 for line in lines)
