@@ -24,6 +24,13 @@ def test_folder_that_cannot_be_made_is_named(tmp_path):
         RunDirectory(tmp_path / "file" / "run", resume="never")
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_folder_that_is_read_only_is_named(tmp_path):
+    (tmp_path / "run").mkdir(mode=0o555)
+    with pytest.raises(UserError, match=r"run_dir=.*run cannot be written: mend its rights"):
+        RunDirectory(tmp_path / "run", resume="never")
+
+
 def test_trim_drops_later_and_torn_lines(tmp_path):
     run = RunDirectory(tmp_path, resume="never")
     for iteration in range(5):

@@ -32,6 +32,8 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"run_dir={self.path} cannot be made: {error.strerror}; choose another run_dir") from error
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise UserError(f"run_dir={self.path} cannot be written: mend its rights, or choose another run_dir")
 
     def write_config(self, yaml: str) -> None:
         """The resolved config, as YAML text."""
