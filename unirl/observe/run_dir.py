@@ -24,16 +24,16 @@ class RunDirectory:
         self.metrics_path = self.path / "metrics.jsonl"
         self.samples_path = self.path / "samples.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
-        if resume == "never" and (self.metrics_path.exists() or self.checkpoints_path.exists()):
-            raise UserError(
-                f"run_dir={self.path} already holds a run: continue it with resume=auto, or choose another run_dir"
-            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"run_dir={self.path} cannot be made: {error.strerror}; choose another run_dir") from error
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise UserError(f"run_dir={self.path} cannot be written: mend its rights, or choose another run_dir")
+        if resume == "never" and (self.metrics_path.exists() or self.checkpoints_path.exists()):
+            raise UserError(
+                f"run_dir={self.path} already holds a run: continue it with resume=auto, or choose another run_dir"
+            )
 
     def write_config(self, yaml: str) -> None:
         """The resolved config, as YAML text."""
