@@ -308,6 +308,12 @@ def test_a_recomputed_source_puts_the_proximal_in_the_place_of_the_rollout_polic
     assert metrics == others
 
 
+def test_a_proximal_policy_that_is_not_needed_is_not_read():
+    inputs = on_policy([1.0, -2.0], [True, True], [2])
+    spoilt = {**inputs, "prox_logp": torch.tensor([float("nan"), 0.0])}
+    assert policy_loss({"loss": "ppo"}, **spoilt).loss == policy_loss({"loss": "ppo"}, **inputs).loss
+
+
 def test_actor_loss_is_the_loss_without_kl_and_entropy():
     batch = random_batch((4, 6), seed=3)
     extra = {"loss": "ppo", "kl_coef": 0.1, "entropy_coef": 0.01}
