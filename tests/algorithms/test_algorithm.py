@@ -72,6 +72,18 @@ def test_names_and_classes():
     assert isinstance(make_algorithm(config("ppo")), PPO)
 
 
+def test_an_algorithm_from_keys():
+    assert DRPO({"drpo_epsilon": 0.5}).config == PolicyLossConfig(loss="drpo", drpo_epsilon=0.5)
+    assert PPO(eps_clip=0.1).config == PolicyLossConfig(loss="ppo", eps_clip=0.1)
+    assert isinstance(make_algorithm({"loss": "ppo"}), PPO)
+    with pytest.raises(ValueError, match="did you mean 'drpo_epsilon'"):
+        DRPO(drpo_epsilom=0.5)
+    with pytest.raises(ValueError, match="DRPO: found a config of loss ppo"):
+        DRPO(PolicyLossConfig(loss="ppo"))
+    with pytest.raises(TypeError, match="expected one of them"):
+        DRPO(PolicyLossConfig(), drpo_epsilon=0.5)
+
+
 def test_drpo_takes_one_update_per_batch():
     assert not DRPO.supports_multi_update
     assert PPO.supports_multi_update

@@ -14,6 +14,7 @@ from unirl.algorithms import (
     policy_loss,
     policy_loss_derivative,
 )
+from unirl.algorithms.loss import surrogate_terms
 
 PROPERTY = settings(max_examples=10, deadline=None, derandomize=True)
 
@@ -308,6 +309,12 @@ def test_a_recomputed_source_puts_the_proximal_in_the_place_of_the_rollout_polic
     assert metrics == others
 
 
+def test_a_proximal_policy_that_is_not_needed_is_not_read():
+    inputs = on_policy([1.0, -2.0], [True, True], [2])
+    spoilt = {**inputs, "prox_logp": torch.tensor([float("nan"), 0.0])}
+    assert policy_loss({"loss": "ppo"}, **spoilt).loss == policy_loss({"loss": "ppo"}, **inputs).loss
+
+
 def test_actor_loss_is_the_loss_without_kl_and_entropy():
     batch = random_batch((4, 6), seed=3)
     extra = {"loss": "ppo", "kl_coef": 0.1, "entropy_coef": 0.01}
@@ -374,3 +381,16 @@ def test_a_config_object_and_its_dict_say_the_same():
     inputs = on_policy([1.0, -1.0], [True, True], [2])
     as_object = policy_loss(PolicyLossConfig(loss="spo", spo_epsilon=0.3), **inputs).loss
     assert policy_loss({"loss": "spo", "spo_epsilon": 0.3}, **inputs).loss == as_object
+
+
+@pytest.mark.parametrize("config", [{"loss": "ppo", "importance_sampling_level": "sequence"}, {"kl_coef": 0.1}])
+def test_surrogate_terms_are_refused_where_they_are_not_the_whole_loss(config):
+    values = torch.zeros(3)
+    with pytest.raises(ValueError, match="not a sum over single tokens without reference KL"):
+        surrogate_terms(
+            config,
+            old_logp=values,
+            advantages=values,
+            loss_mask=torch.ones(3, dtype=torch.bool),
+            cu_seqlens=torch.tensor([0, 3]),
+        )

@@ -1,5 +1,7 @@
 """Metrics merge as if taken over everything at once."""
 
+import math
+
 import pytest
 import torch
 
@@ -18,6 +20,11 @@ def test_each_kind_merges_its_way():
         ]
     )
     assert merged == {"a": 1.0, "b": 5.0, "c": 1.5}
+
+
+def test_a_part_alone_is_a_number():
+    assert [float(metric(3.0, 2, reduce)) for reduce in ("mean", "sum", "max")] == [1.5, 3.0, 3.0]
+    assert math.isnan(float(metric(0.0, 0, "mean")))
 
 
 def test_parts_without_items_take_no_part():

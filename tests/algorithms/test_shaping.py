@@ -38,6 +38,13 @@ def test_steps_share_the_advantage_of_their_episode():
     assert step_advantages({"step_adv_const_length": 8}, values, steps).tolist() == [0.375, -1.0]
 
 
+def test_vectors_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match=r"rewards \(2,\), lengths \(1,\), expected vectors of one length"):
+        overlong_penalty(ZONE, torch.ones(2), torch.tensor([100]))
+    with pytest.raises(ValueError, match="expected vectors of one length"):
+        step_advantages({}, torch.ones(2), torch.tensor([3]))
+
+
 def test_an_episode_without_steps_is_refused():
     with pytest.raises(ValueError, match="found 0, expected at least 1"):
         step_advantages({}, torch.ones(2), torch.tensor([1, 0]))

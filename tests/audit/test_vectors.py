@@ -49,12 +49,22 @@ def test_a_failure_names_case_place_and_both_values(tmp_path, capsys):
         ({"kind": "policy_los"}, "unknown kind 'policy_los'"),
         ({"config": {"loss": "ppo", "eps": 1}}, "ValueError: PolicyLossConfig: unknown key 'eps'"),
         ({"expected": {"loss": 0.0, "grad_logp": [0.0]}}, "loss: found"),
+        ({"expected": {"loss": 0.0, "grad": [0.0]}}, "expected: found ['grad'], but policy_loss gives loss, grad_logp"),
+        ({"expected": {}}, "expected: found nothing"),
     ],
 )
 def test_a_case_that_cannot_be_right_is_a_failure(tmp_path, capsys, change, message):
     (tmp_path / "wrong.json").write_text(json.dumps([{**cases_of("policy_loss.json")[0], **change}]))
     assert main(["vectors", str(tmp_path)]) == 1
     assert message in capsys.readouterr().out
+
+
+def test_a_case_may_say_less(tmp_path):
+    case = cases_of("policy_loss.json")[0]
+    case["inputs"]["prox_logp"] = None
+    del case["expected"]["loss"]
+    (tmp_path / "less.json").write_text(json.dumps([case]))
+    assert main(["vectors", str(tmp_path)]) == 0
 
 
 def test_no_vectors_is_an_error(tmp_path, capsys):

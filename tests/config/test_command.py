@@ -102,8 +102,15 @@ def test_all_problems_one_a_line(data_path, capsys):
 
 def test_a_missing_variable_says_what_to_set(monkeypatch, capsys):
     monkeypatch.delenv("DATA_PATH", raising=False)
-    assert train_ar.main([RECIPE, "--dry-run"]) == 2
-    assert "environment variable DATA_PATH is not set: export DATA_PATH=..." in capsys.readouterr().err
+    assert train_ar.main([RECIPE]) == 2
+    assert "data.path: environment variable DATA_PATH is not set: export DATA_PATH=..." in capsys.readouterr().err
+
+
+def test_a_plan_does_without_the_variable_and_says_so(monkeypatch, capsys):
+    monkeypatch.delenv("DATA_PATH", raising=False)
+    assert train_ar.main([RECIPE, "num_devices=64", "--dry-run"]) == 0
+    assert "a run is refused: data.path: environment variable DATA_PATH is not set" in capsys.readouterr().out
+    assert train_ar.main([RECIPE]) == 2  # the plan's leniency ends with it
 
 
 def test_help_into_a_closed_pipe_is_quiet(tmp_path):

@@ -103,6 +103,11 @@ def test_drpo_refuses_a_second_update_on_the_same_rollouts(train):
         train(uneven_part(), num_updates_per_batch=2)
 
 
+@pytest.mark.parametrize("loss", ["ppo", "spo", "dppo", "sapo", "cispo"])
+def test_other_losses_take_several_updates(loss):
+    TrainStack(None, make_algorithm({"loss": loss, "eps_clip_higher": 0.3}), StackConfig(num_updates_per_batch=2))
+
+
 @pytest.mark.parametrize(("loss", "allow"), [("ppo", False), ("drpo", True)])
 def test_mini_batches_are_disjoint_whole_groups(train, loss, allow):
     part = uneven_part()

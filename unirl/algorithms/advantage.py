@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ def gae(
     kl_rewards: torch.Tensor,
     values: torch.Tensor,
     loss_mask: torch.Tensor,
-    turn_ids: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
     truncated: torch.Tensor,
+    turn_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages [T] and returns [T] (targets of the values) of N packed sequences; 0 where masked.
 
@@ -147,8 +148,8 @@ def _lambdas(config: GAEConfig, counts: torch.Tensor) -> torch.Tensor:
         found = [function(length, **config.gae_lambda_kwargs) for length in lengths.tolist()]
     else:
         found = [config.gae_lambda] * lengths.numel()
-    if bad := [value for value in found if not 0 <= value <= 1]:
-        raise ValueError(f"gae_lambda: {config.gae_lambda} gives {bad[0]}, expected a number from 0 to 1")
+    if bad := [value for value in found if not (isinstance(value, Real) and 0 <= value <= 1)]:
+        raise ValueError(f"gae_lambda: {config.gae_lambda} gives {bad[0]!r}, expected a number from 0 to 1")
     return torch.tensor(found, dtype=torch.float64, device=counts.device)[inverse]
 
 
@@ -157,9 +158,12 @@ def _lambda_function(name: str) -> Callable[..., float]:
         return _BUILT_IN_LAMBDAS[name]
     module, _, attribute = name.rpartition(".")
     try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"gae_lambda: {name} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ValueError(f"gae_lambda: {name} is {found!r}, expected a callable(num_steps, **gae_lambda_kwargs)")
+    return found
 
 
 def _check_shapes(by_token: dict[str, torch.Tensor], num_tokens: int, truncated: torch.Tensor, num: int) -> None:

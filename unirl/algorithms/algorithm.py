@@ -1,6 +1,6 @@
 """`PolicyAlgorithm`: a policy loss driven over the micro-batches of one optimizer step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -12,6 +12,7 @@ from unirl.algorithms.loss import SurrogateTerms, policy_loss, surrogate_terms
 from unirl.algorithms.metrics import Metric
 from unirl.algorithms.registry import algorithm_class
 from unirl.algorithms.token_loss import TokenLoss
+from unirl.algorithms.validation import as_config
 
 
 class LossMicroBatch(Protocol):
@@ -89,10 +90,21 @@ class PolicyAlgorithm:
     token_loss: ClassVar[TokenLoss]
     supports_multi_update: ClassVar[bool] = True
 
-    def __init__(self, config: PolicyLossConfig):
-        """Raises ValueError where `config` breaks a rule of its loss."""
+    def __init__(self, config: PolicyLossConfig | Mapping[str, Any] | None = None, **keys: Any):
+        """config: a config of this loss, or a dict of its keys, or these by name: `DRPO(drpo_epsilon=1)`.
+
+        Raises ValueError where the config breaks a rule of its loss, or is that of another loss.
+        """
+        if config is None or isinstance(config, Mapping):
+            config = as_config(PolicyLossConfig, {"loss": type(self).__name__.lower(), **(config or {}), **keys})
+        elif keys:
+            raise TypeError(f"{type(self).__name__}: found a {type(config).__name__} and keys, expected one of them")
         if problems := loss_config_problems(config):
             raise ValueError(f"algorithm: {'; '.join(problems)}")
+        if not isinstance(self, algorithm_class(config.loss)):
+            raise ValueError(
+                f"{type(self).__name__}: found a config of loss {config.loss}; make_algorithm has its class"
+            )
         self.config = config
 
     @property
@@ -112,8 +124,9 @@ class PolicyAlgorithm:
         return actor.forward_backward(micro_batches, PolicyLossFunction(self.config, denominators))
 
 
-def make_algorithm(config: PolicyLossConfig) -> PolicyAlgorithm:
-    """The algorithm that `config.loss` names. Raises ValueError where `config` breaks a rule."""
+def make_algorithm(config: PolicyLossConfig | Mapping[str, Any]) -> PolicyAlgorithm:
+    """The algorithm that `config.loss` names; a dict of keys will do. Raises ValueError where it breaks a rule."""
+    config = as_config(PolicyLossConfig, config)
     if problems := loss_config_problems(config):
         raise ValueError(f"algorithm: {'; '.join(problems)}")
     return algorithm_class(config.loss)(config)

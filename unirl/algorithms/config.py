@@ -1,5 +1,6 @@
 """Config of losses and advantages: plain dataclasses and their rules, importable without torch."""
 
+import math
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -54,8 +55,8 @@ class PolicyLossConfig:
     loss: str = key(
         "drpo", "Loss on the ratio of policy to anchor.", choices=["ppo", "drpo", "spo", "dppo", "sapo", "cispo"]
     )
-    eps_clip: float = key(0.2, "Ratio clip below 1, and above 1 where eps_clip_higher is null (ppo, cispo).", ge=0)
-    eps_clip_higher: float | None = key(None, "Ratio clip above 1 (ppo; cispo needs it).", ge=0)
+    eps_clip: float = key(0.2, "Ratio clip below 1, and above 1 without eps_clip_higher (ppo, cispo).", ge=0)
+    eps_clip_higher: float | None = key(None, "Ratio clip above 1; null or 0: eps_clip (ppo; cispo needs it).", ge=0)
     c_clip: float | None = key(None, "Dual clip: the loss of a token is at most c_clip |A| (ppo); null: none.", gt=1)
     drpo_epsilon: float = key(12.5, "Shift of a token's probability at which the pull back balances the push.", gt=0)
     spo_epsilon: float = key(0.2, "Shift of the ratio at which the pull back balances the push (spo).", gt=0)
@@ -182,16 +183,26 @@ def gae_config_problems(config: GAEConfig) -> list[str]:
         if arguments:
             problems.append(f"gae_lambda_kwargs: found {arguments}, but the lambda is a number; leave them out")
     elif gae_lambda in GAE_LAMBDAS:
-        if arguments != [GAE_LAMBDAS[gae_lambda]]:
-            problems.append(
-                f"gae_lambda_kwargs: found {arguments}, but {gae_lambda} takes [{GAE_LAMBDAS[gae_lambda]!r}]"
-            )
+        problems += _built_in_lambda_problems(gae_lambda, config.gae_lambda_kwargs)
     elif "." not in gae_lambda:
         problems.append(
             f"gae_lambda: found {gae_lambda!r}, expected a number, one of {', '.join(GAE_LAMBDAS)}, or the dotted path "
             "of a callable(num_steps, **gae_lambda_kwargs)"
         )
     return problems
+
+
+def _built_in_lambda_problems(name: str, arguments: dict[str, Any]) -> list[str]:
+    argument = GAE_LAMBDAS[name]
+    if list(arguments) != [argument]:
+        return [f"gae_lambda_kwargs: found {sorted(arguments)}, but {name} takes [{argument!r}]"]
+    value = arguments[argument]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if argument == "alpha" and not (is_number and 0 < value < math.inf):
+        return [f"gae_lambda_kwargs.alpha: found {value!r}, expected a number > 0"]
+    if argument == "q" and not (is_number and 0 <= value <= 1):
+        return [f"gae_lambda_kwargs.q: found {value!r}, expected a number from 0 to 1"]
+    return []
 
 
 def _aggregation_problems(config: PolicyLossConfig | ValueLossConfig) -> list[str]:

@@ -187,14 +187,15 @@ def _prepare(
     if problems := loss_config_problems(config):
         raise ValueError(f"policy loss: {'; '.join(problems)}")
     values = {"logp": logp, "old_logp": old_logp, "advantages": advantages}
-    values |= {"prox_logp": prox_logp, "ref_logp": ref_logp, "entropy": entropy}
     needed = required_inputs(config)
+    # A proximal policy that the loss does not have cannot cost it a token either.
+    values |= {"prox_logp": prox_logp if "prox_logp" in needed else None, "ref_logp": ref_logp, "entropy": entropy}
     values = {name: value for name, value in values.items() if value is not None}
     _check_inputs(config, values, loss_mask, needed)
     mask = loss_mask.bool()
     packing = Packing.from_cu_seqlens(cu_seqlens, mask.numel())
     values, live = finite_values(values, mask, differentiable=("logp", "entropy"))
-    rollout_logp, prox_logp = values["old_logp"], values["prox_logp"] if "prox_logp" in needed else None
+    rollout_logp, prox_logp = values["old_logp"], values.get("prox_logp")
     # With a recomputed source the proximal policy takes the place of the rollout policy in every formula.
     old_logp = prox_logp if config.old_logp_source == "recompute" else rollout_logp
     anchor_logp = prox_logp if config.use_decoupled_loss else old_logp

@@ -19,6 +19,12 @@ class Metric:
     count: torch.Tensor
     reduce: Literal["mean", "sum", "max"]
 
+    def __float__(self) -> float:
+        """What this part alone says: NaN for a mean over no items."""
+        if self.reduce != "mean":
+            return float(self.value)
+        return float(self.value) / float(self.count) if self.count > 0 else float("nan")
+
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
     """values [T], mask [T] bool: the mean over the True tokens."""

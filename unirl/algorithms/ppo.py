@@ -10,8 +10,7 @@ from unirl.algorithms.token_loss import TokenLoss
 
 def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
     """Lowest and highest ratio within the clip."""
-    higher = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
-    return 1 - config.eps_clip, 1 + higher
+    return 1 - config.eps_clip, 1 + (config.eps_clip_higher or config.eps_clip)
 
 
 def _clipped(config: PolicyLossConfig, terms: RatioTerms) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Composes a recipe, presets and overrides with Hydra over the schema's defaults, and validates the result."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers.oc import env
 
 from unirl.config.build import build
 from unirl.config.catalog import default_tree, nearest
@@ -41,7 +43,8 @@ def compose(
     folders = config_folders(config_dirs)
     recipe = check_recipe_name(config_name, folders)
     parsed, problems = read_overrides(overrides, find_presets(folders))
-    config, findings = build(_compose_untyped(recipe, parsed, folders))
+    with _named_variables() if purpose == "plan" else nullcontext():
+        config, findings = build(_compose_untyped(recipe, parsed, folders))
     problems += findings.problems
     if purpose != "print":
         problems += check_rules(config, findings.broken, include_run_only=purpose == "run")
@@ -65,6 +68,18 @@ def _compose_untyped(recipe: str, overrides: Sequence[str], folders: Sequence[Pa
         raise UserError(_explain_missing_file(error)) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config-name={recipe}: {one_line(error)}") from error
+
+
+@contextmanager
+def _named_variables() -> Iterator[None]:
+    """While entered, an environment variable that is not set reads as `$NAME`: a plan can do without what it names."""
+    OmegaConf.register_new_resolver(
+        "oc.env", lambda name, *default: env(name, default[0] if default else f"${name}"), replace=True
+    )
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", env, replace=True)
 
 
 def _store_root(recipe: str, folders: Sequence[Path]) -> None:

@@ -59,8 +59,7 @@ class LossSpec:
             return config
         if reason := fused_loss_refusal(config):
             raise ValueError(f"fused_policy_loss: {reason}; use token_logprob and policy_loss for it")
-        higher = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
-        clip = {"lowest": 1 - config.eps_clip, "highest": 1 + higher}
+        clip = {"lowest": 1 - config.eps_clip, "highest": 1 + (config.eps_clip_higher or config.eps_clip)}
         constants = {
             "ppo": clip | {"cap": math.inf if config.c_clip is None else config.c_clip},
             "drpo": {"epsilon": config.drpo_epsilon},

@@ -54,7 +54,7 @@ class Collector:
         sampling makes of that. Samples are numbered from `first_sample_id`, groups by their first sample.
         """
         selection = GroupSelection(self.config, self.group_filter)
-        grades, seconds, troubles = [], Counter(), Counter()
+        grades, failures, seconds = [], Counter(), Counter()
         while wanted := selection.next_round():
             with display.phase(_rollout_title(selection), wanted * self.config.sampling.num_samples) as rollout:
                 part = self.workflow(
@@ -69,7 +69,7 @@ class Collector:
                 )
             with display.phase("reward") as reward:
                 grades.append(self.grade(part))
-            troubles.update(self._troubles())
+            failures.update(self._grading_failures())
             selection.add(part.with_rewards(self._shaped(grades[-1], part)))
             seconds.update({"time/rollout": rollout.seconds, "time/reward": reward.seconds})
         if shortfall := selection.shortfall():
@@ -77,7 +77,7 @@ class Collector:
         return Batch(
             part=selection.trained(),
             drawn=selection.drawn(),
-            metrics={**_grade_mean(torch.cat(grades)), **troubles, **selection.metrics()},
+            metrics={"reward/grade_mean": _finite_mean(torch.cat(grades)), **failures, **selection.metrics()},
             seconds=dict(seconds),
         )
 
@@ -101,16 +101,16 @@ class Collector:
             max_new_tokens=self.config.sampling.max_new_tokens,
         )
 
-    def _troubles(self) -> dict[str, int]:
-        """What happened in the last call of the reward service; nothing where an environment grades."""
+    def _grading_failures(self) -> dict[str, int]:
+        """Of the last call of the reward service, where there is one."""
         if self.reward is None:
             return {}
         return {"reward/timeouts": self.reward.stats.timeouts, "reward/errors": self.reward.stats.errors}
 
 
-def _grade_mean(grades: torch.Tensor) -> dict[str, float | None]:
-    graded = grades[torch.isfinite(grades)]
-    return {"reward/grade_mean": graded.mean().item() if graded.numel() else None}
+def _finite_mean(values: torch.Tensor) -> float | None:
+    finite = values[values.isfinite()]
+    return finite.mean().item() if finite.numel() else None
 
 
 def _rollout_title(selection: GroupSelection) -> str:

@@ -170,12 +170,12 @@ class Part:
         return replace(self, rewards=rewards.float())
 
     def compute_advantages(
-        self, normalize: algorithms.NormConfig | bool = True, scope: Literal["group", "batch"] = "group"
+        self, normalize: algorithms.NormConfig | bool = False, scope: Literal["group", "batch"] = "group"
     ) -> "Part":
         """The same samples with one advantage per sample, spread over its generated tokens.
 
-        `normalize=True`: reward minus its mean over `scope` (the group of `group_ids`, or the batch).
-        `normalize=False`: the reward itself. A `NormConfig` says both levels itself, and `scope` is not read.
+        The reward minus its mean over `scope` (the group of `group_ids`, or the batch), with `normalize=True` divided
+        by its std there. A `NormConfig`, or a dict of its keys, says both levels itself, and `scope` is not read.
         A reward that is not finite gives 0 and enters no statistic.
         """
         if self.rewards is None:
@@ -183,7 +183,7 @@ class Part:
         if isinstance(normalize, bool):
             if scope not in ("group", "batch"):
                 raise ValueError(f"scope: found {scope!r}, expected 'group' or 'batch'")
-            normalize = algorithms.NormConfig(mean_level=scope if normalize else None, std_level=None)
+            normalize = algorithms.NormConfig(mean_level=scope, std_level=scope if normalize else None)
         values = algorithms.normalize(self.rewards, self.text.group_ids, normalize)
         return replace(self, advantages=values[self.text.token_sample_index] * self.text.loss_mask)
 

@@ -79,7 +79,11 @@ def evaluation_reads_its_file(config: TrainConfig) -> str | None:
 def prompts_exist(config: TrainConfig) -> str | None:
     """The file data.path exists."""
     path = config.data.path
-    return None if path is None or Path(path).is_file() else f"found {path!r}: no such file"
+    if path is None or Path(path).is_file():
+        return None
+    if path.startswith("$"):  # how a plan reads a variable that is not set
+        return f"environment variable {path[1:]} is not set: export {path[1:]}=..., or give the key on the command line"
+    return f"found {path!r}: no such file"
 
 
 @rule("eval.path", run_only=True)
