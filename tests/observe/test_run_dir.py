@@ -1,5 +1,7 @@
 import json
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -24,11 +26,27 @@ def test_folder_that_cannot_be_made_is_named(tmp_path):
         RunDirectory(tmp_path / "file" / "run", resume="never")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_folder_that_is_read_only_is_named(tmp_path):
-    (tmp_path / "run").mkdir(mode=0o555)
-    with pytest.raises(UserError, match=r"run_dir=.*run cannot be written: mend its rights"):
-        RunDirectory(tmp_path / "run", resume="never")
+NOBODY = 65534
+
+
+@pytest.fixture
+def as_an_ordinary_user():
+    """Root writes everywhere: a test run by root goes on as nobody."""
+    effective = os.geteuid()
+    if effective == 0:
+        os.seteuid(NOBODY)
+    yield
+    os.seteuid(effective)
+
+
+def test_folder_that_is_read_only_is_named(as_an_ordinary_user):
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder, "run")
+        run.mkdir()
+        RunDirectory(run, resume="never")
+        run.chmod(0o555)
+        with pytest.raises(UserError, match=r"run_dir=.*run cannot be written: mend its rights"):
+            RunDirectory(run, resume="never")
 
 
 def test_trim_drops_later_and_torn_lines(tmp_path):

@@ -15,6 +15,11 @@ class AlwaysEqual:
         return [0.5] * len(responses)
 
 
+class AlwaysRaises:
+    def score(self, responses: list[str], answers: list[str]) -> list[float]:
+        raise RuntimeError("no verdict ever")
+
+
 class SometimesRaises:
     """No verdict on responses of odd length."""
 

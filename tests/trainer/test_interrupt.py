@@ -12,7 +12,7 @@ def send(number):
     time.sleep(0.01)  # the handler runs between two bytecodes
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", StopSignal.SIGNALS)
 def test_abandonable_work_is_left_at_once(number):
     def work(stop):
         with stop.abandonable():

@@ -144,6 +144,14 @@ def test_samples_without_a_verdict_are_left_out_and_counted(train, tmp_path):
     assert "no verdict" in finished.stdout + finished.stderr
 
 
+def test_a_scorer_that_never_gives_a_verdict_stops_the_run(train, tmp_path):
+    stopped = train(tmp_path / "run", "reward.scorer=tests.trainer.scorers.AlwaysRaises", "eval.path=null")
+    assert stopped.returncode == 2
+    assert "AlwaysRaises gave no verdict on any of 16 responses: " in stopped.stderr
+    assert "no verdict ever" in stopped.stderr
+    assert "Traceback" not in stopped.stderr
+
+
 def test_full_disk_ends_the_run_with_one_clear_error(command, tmp_path):
     """A limit on file size stands for the full disk: the same write fails."""
     run = subprocess.run(

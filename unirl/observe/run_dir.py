@@ -28,7 +28,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"run_dir={self.path} cannot be made: {error.strerror}; choose another run_dir") from error
-        if not os.access(self.path, os.W_OK | os.X_OK):
+        if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
             raise UserError(f"run_dir={self.path} cannot be written: mend its rights, or choose another run_dir")
         if resume == "never" and (self.metrics_path.exists() or self.checkpoints_path.exists()):
             raise UserError(

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 
 from unirl.config.schema import TrainConfig
+from unirl.errors import UserError
 from unirl.observe.console import RunDisplay
 from unirl.reward import RewardService, shape_rewards
 from unirl.rollout.engine import RolloutEngine
@@ -69,6 +70,7 @@ class Collector:
                 )
             with display.phase("reward") as reward:
                 grades.append(self.grade(part))
+            self._check_some_verdict(grades[-1])
             failures.update(self._grading_failures())
             selection.add(part.with_rewards(self._shaped(grades[-1], part)))
             seconds.update({"time/rollout": rollout.seconds, "time/reward": reward.seconds})
@@ -100,6 +102,14 @@ class Collector:
             config=self.config.reward,
             max_new_tokens=self.config.sampling.max_new_tokens,
         )
+
+    def _check_some_verdict(self, grades: torch.Tensor) -> None:
+        """A scorer that fails on every response will fail on the next batch, too."""
+        if self.reward is not None and grades.numel() and grades.isnan().all():
+            raise UserError(
+                f"reward.scorer={self.reward.scorer} gave no verdict on any of {grades.numel()} responses: "
+                f"{'; '.join(self.reward.stats.messages)}"
+            )
 
     def _grading_failures(self) -> dict[str, int]:
         """Of the last call of the reward service, where there is one."""

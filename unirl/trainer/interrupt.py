@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: stop at a point from which the run continues as if nothing had happened."""
+"""Ctrl-C, SIGTERM and a lost terminal: stop at a point from which the run continues as if nothing had happened."""
 
 import signal
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ class StopRequested(BaseException):
 
 
 class StopSignal:
-    """While entered, the first Ctrl-C or SIGTERM asks for a stop and a second one stops at once, unsaved.
+    """While entered, the first Ctrl-C, SIGTERM or SIGHUP asks for a stop and a second one stops at once, unsaved.
 
     Work inside `abandonable()` is left at once by raising StopRequested; work outside it is finished first.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self):
         self.requested = False
