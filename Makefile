@@ -12,7 +12,7 @@ help:  ## show this list
 demo: $(VENV)/.demo  ## train a tiny language model with DRPO and show what it learnt
 	$(BIN)/python -m unirl.demo $(ARGS)
 
-demo-llm: $(VENV)/.test  ## the same with a pretrained 135M model (about 15 minutes)
+demo-llm: $(VENV)/.test  ## the same with a pretrained 135M model (about 8 minutes)
 	$(BIN)/python -m unirl.demo --llm $(ARGS)
 
 test: $(VENV)/.test  ## run the tests; lists those that need a part this machine lacks

@@ -52,7 +52,7 @@ LLM = Demo(
 A pretrained language model (SmolLM2-135M-Instruct) will learn to answer sums such as 4 + 3 in \\boxed{}.
   1. The model is read from the Python package that carries it and written as a Hugging Face folder, once.
   2. Reinforcement learning: it answers problems, each several times; answers that reasoning-gym's verifier finds right
-     become likelier. This takes about a quarter of an hour on two cores.
+     become likelier. This takes about eight minutes on two cores.
   3. Before and after, it is examined on problems that training never showed.""",
     after="""\
 What was learnt: to put into the box the sum that it knows from its pretraining, where it used to put any number.""",
