@@ -49,6 +49,22 @@ def test_folder_that_is_read_only_is_named(as_an_ordinary_user):
             RunDirectory(run, resume="never")
 
 
+def test_config_that_changes_is_told(tmp_path):
+    run = RunDirectory(tmp_path, resume="never")
+    before = "seed: 0\nrun_dir: a\noptimizer:\n  lr: 0.2\n  betas: [0.9, 0.99]\n"
+    assert run.write_config(before) == []
+    assert run.write_config(before.replace("run_dir: a", "run_dir: b")) == []
+    changed = "seed: 1\nrun_dir: a\noptimizer:\n  lr: 0.1\n  betas: [0.9, 0.99]\n  eps: 1\n"
+    assert run.write_config(changed) == [
+        "seed: 1, before 0",
+        "optimizer.lr: 0.1, before 0.2",
+        "optimizer.eps: 1, before None",
+    ]
+    assert (tmp_path / "config.yaml").read_text() == changed
+    (tmp_path / "config.yaml").write_text("seed: [")
+    assert run.write_config(changed) == ["what stood in config.yaml could not be read"]
+
+
 def test_trim_drops_later_and_torn_lines(tmp_path):
     run = RunDirectory(tmp_path, resume="never")
     for iteration in range(5):

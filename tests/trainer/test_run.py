@@ -92,7 +92,9 @@ def test_interrupt_saves_and_resumes_to_the_same_numbers(undisturbed, command, t
 def test_a_finished_run_goes_on_with_more_iterations(train, tmp_path):
     run_dir = tmp_path / "run"
     assert train(run_dir, "num_iterations=1").returncode == 0
-    assert train(run_dir, "num_iterations=2", "resume=auto").returncode == 0
+    more = train(run_dir, "num_iterations=2", "resume=auto")
+    assert more.returncode == 0
+    assert "the config has changed since: num_iterations: 2, before 1" in more.stdout
     assert [line["iteration"] for line in read_metrics(run_dir)] == [0, 1, 2]
     refused = train(run_dir, "num_iterations=1", "resume=auto")
     assert refused.returncode == 2

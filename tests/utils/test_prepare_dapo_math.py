@@ -159,7 +159,7 @@ def test_the_hub_out_of_reach_is_one_error_that_names_the_options(sources, tmp_p
     done = subprocess.run(
         [*command, "--aime24", str(sources["aime24"])], cwd=ROOT, capture_output=True, text=True, env=environment
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "cannot read math-ai/aime25 from the Hugging Face hub" in done.stderr
     assert "--aime25 FILE..." in done.stderr

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from unirl.errors import UserError
 
 
@@ -35,10 +37,23 @@ class RunDirectory:
                 f"run_dir={self.path} already holds a run: continue it with resume=auto, or choose another run_dir"
             )
 
-    def write_config(self, yaml: str) -> None:
-        """The resolved config, as YAML text."""
+    def write_config(self, text: str) -> list[str]:
+        """The resolved config, as YAML text.
+
+        Returns what differs from the config that stood there before, `optimizer.lr: 0.1, before 0.2`; the keys `resume`
+        and `run_dir` aside, which may well differ.
+        """
         with _explained(self.path / "config.yaml") as path:
-            write_aside(path, yaml.encode())
+            before = path.read_text() if path.exists() else text
+            write_aside(path, text.encode())
+        try:
+            before, now = _flat(yaml.safe_load(before)), _flat(yaml.safe_load(text))
+        except yaml.YAMLError:
+            return ["what stood in config.yaml could not be read"]
+        names = [name for name in {**now, **before} if name not in ("resume", "run_dir")]
+        return [
+            f"{name}: {now.get(name)}, before {before.get(name)}" for name in names if now.get(name) != before.get(name)
+        ]
 
     def write_metrics(self, iteration: int, metrics: dict[str, Any]) -> None:
         """One flushed line; keys keep their order."""
@@ -58,6 +73,14 @@ class RunDirectory:
             *_keep(self.metrics_path, lambda line: line["iteration"] <= finished),
             *_keep(self.samples_path, lambda line: line["iteration"] <= (finished if line.get("eval") else trained)),
         ]
+
+
+def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted path."""
+    flat: dict[str, Any] = {}
+    for name, value in section.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 def write_aside(path: Path, content: bytes) -> None:

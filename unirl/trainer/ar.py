@@ -225,7 +225,9 @@ class ARTrainer:
             else:
                 self._take_up(saved)
         # Only now: a resumption that is refused leaves the run's files as they were.
-        self.run.write_config(self._config_yaml)
+        changes = self.run.write_config(self._config_yaml)
+        if changes and self.state.iteration:
+            self.display.message(f"the config has changed since: {'; '.join(changes)}")
         unfinished = self.state.unwritten is not None
         for lost in self.run.trim(trained=self.state.iteration, finished=self.state.iteration - unfinished):
             self.display.message(lost)

@@ -328,7 +328,7 @@ def main() -> int:
         sources = prepare(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     for source in sources:
         print(source.summary())
     for source in sources[1:]:
