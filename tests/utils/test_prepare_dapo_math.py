@@ -179,7 +179,7 @@ def test_errors_leave_the_last_good_files_alone(prepare, tmp_path):
     }
     for name, message in bad.items():
         status, _, err = prepare(train=tmp_path / name)
-        assert status == 1
+        assert status == 2
         assert message in err
         assert name in err
     unknown = write_parquet(tmp_path / "unknown.parquet", [{"text": "a", "label": 1}])
@@ -194,7 +194,7 @@ def test_errors_leave_the_last_good_files_alone(prepare, tmp_path):
 def test_an_output_folder_that_cannot_be_written_is_named(prepare, tmp_path):
     (tmp_path / "file").write_text("")
     status, _, err = prepare(out_dir=tmp_path / "file")
-    assert status == 1
+    assert status == 2
     assert "--out-dir" in err
 
 
