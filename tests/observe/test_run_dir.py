@@ -61,8 +61,9 @@ def test_config_that_changes_is_told(tmp_path):
         "optimizer.eps: 1, before None",
     ]
     assert (tmp_path / "config.yaml").read_text() == changed
-    (tmp_path / "config.yaml").write_text("seed: [")
-    assert run.write_config(changed) == ["what stood in config.yaml could not be read"]
+    for damaged in (b"seed: [", b"\xff\xfe\x00", b"", b"- seed"):
+        (tmp_path / "config.yaml").write_bytes(damaged)
+        assert run.write_config(changed) == ["what stood in config.yaml could not be read"]
 
 
 def test_trim_drops_later_and_torn_lines(tmp_path):

@@ -59,7 +59,7 @@ class RunDisplay:
         self._progress.update(self._run, completed=iteration)
         found = {name: value for name, value in metrics.items() if value is not None}
         shown = [f"{label} {found[name]:{form}}" for name, (label, form) in _SHOWN.items() if name in found]
-        shown += [f"{name} {value:.3f}" for name, value in found.items() if name.startswith("eval/")]
+        shown += [f"{name} {value:.3f}" for name, value in found.items() if name.startswith("eval/") and "@" in name]
         self.message(f"[{iteration:>{len(str(self.num_iterations))}}/{self.num_iterations}] " + "  ".join(shown))
 
     @contextmanager

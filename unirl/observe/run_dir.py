@@ -44,12 +44,15 @@ class RunDirectory:
         and `run_dir` aside, which may well differ.
         """
         with _explained(self.path / "config.yaml") as path:
-            before = path.read_text() if path.exists() else text
+            before = path.read_bytes() if path.exists() else text
             write_aside(path, text.encode())
         try:
-            before, now = _flat(yaml.safe_load(before)), _flat(yaml.safe_load(text))
+            tree = yaml.safe_load(before)
         except yaml.YAMLError:
+            tree = None
+        if not isinstance(tree, dict):
             return ["what stood in config.yaml could not be read"]
+        before, now = _flat(tree), _flat(yaml.safe_load(text))
         names = [name for name in {**now, **before} if name not in ("resume", "run_dir")]
         return [
             f"{name}: {now.get(name)}, before {before.get(name)}" for name in names if now.get(name) != before.get(name)

@@ -31,7 +31,7 @@ class Critic(Protocol):
 
 
 class CriticTrainer:
-    """A critic with its loss. The metrics of the steps of a batch are gathered until `metrics` asks for them."""
+    """A critic with its loss, driven over the micro-batches that the policy trains on."""
 
     def __init__(self, critic: Critic, loss: ValueLossConfig, stack: StackConfig):
         self.critic = critic

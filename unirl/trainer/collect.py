@@ -70,7 +70,6 @@ class Collector:
                 )
             with display.phase("reward") as reward:
                 grades.append(self.grade(part))
-            self._check_some_verdict(grades[-1])
             failures.update(self._grading_failures())
             selection.add(part.with_rewards(self._shaped(grades[-1], part)))
             seconds.update({"time/rollout": rollout.seconds, "time/reward": reward.seconds})
@@ -85,14 +84,16 @@ class Collector:
 
     def grade(self, part: Part) -> torch.Tensor:
         """[N] float32: the grades that an environment gave, else those of the responses' text; NaN where there is no
-        verdict.
+        verdict. Raises UserError where a scorer has no verdict on any of them.
         """
         if part.rewards is not None:
             return part.rewards
         spans = [slice(*bounds) for bounds in pairwise(part.text.cu_seqlens.tolist())]
         responses = [part.text.tokens[span][part.text.loss_mask[span]].tolist() for span in spans]
         texts = self.data.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        return torch.tensor(self.reward.score(texts, list(part.records)))
+        grades = torch.tensor(self.reward.score(texts, list(part.records)))
+        self._check_some_verdict(grades)
+        return grades
 
     def _shaped(self, grades: torch.Tensor, part: Part) -> torch.Tensor:
         return shape_rewards(
@@ -105,7 +106,7 @@ class Collector:
 
     def _check_some_verdict(self, grades: torch.Tensor) -> None:
         """A scorer that fails on every response will fail on the next batch, too."""
-        if self.reward is not None and grades.numel() and grades.isnan().all():
+        if grades.numel() and grades.isnan().all():
             raise UserError(
                 f"reward.scorer={self.reward.scorer} gave no verdict on any of {grades.numel()} responses: "
                 f"{'; '.join(self.reward.stats.messages)}"

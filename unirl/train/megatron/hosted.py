@@ -2,6 +2,7 @@
 and critics, frozen or under training.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +22,7 @@ from unirl.train.packing import MicroBatch
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class HostedModel:
+class HostedModel(ABC):
     """A frozen model: weights alone, without gradients or optimizer.
 
     One process may hold several of the same parallel sizes. On a process without CUDA megatron-core is adapted to the
@@ -54,8 +55,9 @@ class HostedModel:
         self.model = self._module = None
         self._runtime.close()
 
+    @abstractmethod
     def _make_model(self, architecture: Architecture, config: TransformerConfig, seed: int) -> PackedModel:
-        raise NotImplementedError
+        """The model, before its weights are read; `seed` is for weights that no folder holds."""
 
     @torch.no_grad()
     def _collect(self, micro_batches: Sequence[MicroBatch], of_output: Callable) -> list:
