@@ -16,7 +16,7 @@ from unirl.algorithms import (
 from unirl.config.schema import StackConfig
 from unirl.train.critic import CriticTrainer, StepResult, critic_metrics
 from unirl.train.log_prob_pass import LogProbPolicy, token_log_probs
-from unirl.train.packing import MicroBatch, plan_micro_batches
+from unirl.train.packing import MicroBatch, join_plans, plan_for
 from unirl.types import Part
 
 
@@ -122,18 +122,13 @@ class TrainStack:
         They are computed over the very micro-batches of the updates: rounding differs from one packing to another, and
         so the first update finds exactly its own log-probs.
         """
-        micro_batches = [batch for samples in mini_batches for batch in self._micro_batches(part, samples)]
-        return replace(part, prox_logp=token_log_probs(self.actor, part, micro_batches))
+        plans = [self._micro_batches(part, samples) for samples in mini_batches]
+        return replace(part, prox_logp=token_log_probs(self.actor, part, join_plans(plans, self.actor.shape.dp)))
 
     def _micro_batches(self, part: Part, samples: torch.Tensor) -> list[MicroBatch]:
         """Of those of the samples that a model can learn from: a critic learns from all that are graded."""
         learnt = _moves_policy(part, self.algorithm) if self.critic is None else _has_tokens(part, _trainable(part))
-        return plan_micro_batches(
-            part,
-            samples[learnt[samples]],
-            token_budget=self.config.micro_batch_tokens,
-            share_prompts=self.config.share_prompts,
-        )
+        return plan_for(self.actor, part, samples[learnt[samples]], self.config)
 
     def _mini_batches(self, part: Part) -> list[torch.Tensor]:
         """Disjoint sample positions, whole groups dealt round in their order, one tensor for each update."""
