@@ -1,7 +1,7 @@
 """What a driver asks of the workers of a run."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
 
 import torch
@@ -51,21 +51,28 @@ class Call:
             return (0,)
         return grid.reporting_ranks if self.answers == "reporting" else tuple(range(grid.world_size))
 
-
     def for_rank(self, rank: int, grid: RankGrid) -> tuple[RankCall, Any]:
         """What the rank is to do, and its share."""
-        call = RankCall(
-            self.model, self.method, self.args, self.shares is not None, rank in self.answering_ranks(grid)
-        )
+        call = RankCall(self.model, self.method, self.args, self.shares is not None, rank in self.answering_ranks(grid))
         return call, None if self.shares is None else self.shares[grid.coordinates(rank).dp]
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a driver knows of a hosted model: its token ids, and the temperature where it is a policy."""
+    """What a driver knows of a hosted model; None where the model has no such thing.
+
+    vocab_size: token ids. temperature: divides a policy's logits. shape, cost: what a plan of micro-batches asks.
+    """
 
     vocab_size: int
-    temperature: float | None
+    temperature: float | None = None
+    shape: Any = None
+    cost: Any = None
+
+    @staticmethod
+    def of(model: Any) -> "ModelFacts":
+        """The attributes of these names of a model."""
+        return ModelFacts(**{item.name: getattr(model, item.name, None) for item in fields(ModelFacts)})
 
 
 class WorkerGroup(Protocol):

@@ -22,24 +22,30 @@ class HostedProxy:
         self.name = name
 
     @property
-    def dp(self) -> int:
-        """Data-parallel size: micro-batches come in so many runs of equal length, one run after the other."""
-        return self.group.grid.dp
-
-    @property
     def vocab_size(self) -> int:
         """Token ids of the model, padding excluded."""
         return self.group.facts[self.name].vocab_size
 
+    @property
+    def shape(self) -> Any:
+        """What the parallel layout asks of micro-batches: a `ParallelShape`."""
+        return self.group.facts[self.name].shape
+
+    @property
+    def cost(self) -> Any:
+        """What a pass over a tree costs: a `CostModel`."""
+        return self.group.facts[self.name].cost
+
     def _deal(self, method: str, micro_batches: Sequence[Any], *args: Any, **options: Any) -> list[Any]:
         """Results of all micro-batches, in their order, from ranks that each get their data-parallel index's run."""
-        length, rest = divmod(len(micro_batches), self.dp)
+        dp = self.group.grid.dp
+        length, rest = divmod(len(micro_batches), dp)
         if rest or not length:
             raise ValueError(
                 f"{self.name}.{method}: found {len(micro_batches)} micro-batches, expected a multiple of the "
-                f"data-parallel size {self.dp}"
+                f"data-parallel size {dp}"
             )
-        shares = tuple(list(micro_batches[dp * length : (dp + 1) * length]) for dp in range(self.dp))
+        shares = tuple(list(micro_batches[rank * length : (rank + 1) * length]) for rank in range(dp))
         found = self.group.run(Call(self.name, method, args, shares, answers="reporting", **options))
         return [result for results in found for result in results]
 

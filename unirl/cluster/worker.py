@@ -60,10 +60,7 @@ class Worker:
             self._joined = True
             _join(rank, world_size, meeting)
         self._models = dict(self._make_models())
-        return {
-            name: ModelFacts(model.vocab_size, getattr(model, "temperature", None))
-            for name, model in self._models.items()
-        }
+        return {name: ModelFacts.of(model) for name, model in self._models.items()}
 
     def call(self, call: RankCall, share: Any = None) -> Any:
         """The method's result where the call wants this rank's, else None. Raises what the method raises."""
