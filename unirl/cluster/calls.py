@@ -9,7 +9,7 @@ import torch
 from unirl.cluster.layout import RankGrid
 
 Answers = Literal["first", "reporting", "all"]
-"""Whose results a call returns: those of rank 0, of the reporting rank of each data-parallel index, or of every rank."""
+"""Whose results a call returns: of rank 0, of the reporting rank of each data-parallel index, or of every rank."""
 
 Effect = Literal["none", "gradients", "weights"]
 """What a call changes in its model; `weights` stands for all that a checkpoint holds."""

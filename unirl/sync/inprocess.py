@@ -1,13 +1,23 @@
-"""Weight sync where trainer and rollout engine share one process."""
+"""Weight sync to a rollout engine in the process of the driver."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
 
 from unirl.rollout.engine import RolloutEngine
-from unirl.train.megatron.actor import MegatronActor
+
+
+class WeightSource(Protocol):
+    """The policy under training, wherever its ranks run."""
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
 class InProcessSync:
     """Hands the actor's weights, under their Hugging Face names, to an engine in the same process."""
 
-    def __init__(self, actor: MegatronActor, engine: RolloutEngine):
+    def __init__(self, actor: WeightSource, engine: RolloutEngine):
         self.actor = actor
         self.engine = engine
 
