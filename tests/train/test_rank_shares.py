@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.train.conftest import make_part
 from tests.train.megatron.conftest import assert_gradients_close, make_actor, make_folder  # noqa: F401 - fixtures
 from tests.train.megatron.test_critic import make_critic  # noqa: F401 - a fixture
 from tests.train.test_stack import uneven_part
@@ -104,6 +105,19 @@ def test_ranks_together_have_the_gradient_of_one_process(train, loss):
             assert split_metrics[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), (shape, name)
         if LOSSES[loss].old_logp_source == "recompute":
             assert split_metrics["approx_kl_abs"] == 0, "the anchor is recomputed over the very micro-batches"
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("counts", "shape", "budget"), [((1, 7), ONE_PROCESS, 9), ((3, 13), ParallelShape(dp=2), 20)])
+def test_a_mean_over_unequal_shares_is_that_of_all_tokens(train, loss, counts, shape, budget):
+    """Two samples, in two micro-batches of one rank or on two ranks; a mean of the shares' means would be another."""
+    part = make_part([([3, 1], [list(range(10, 10 + count)) for count in counts])], rewards=[1.0, 0.0])
+    part = replace(part, ref_logp=part.text.log_probs - 0.1)
+    whole, metrics = train(part, loss)
+    split, split_metrics = train(part, loss, shape, micro_batch_tokens=budget)
+    assert split_metrics["plan/micro_batches"] * shape.dp == 2
+    assert_gradients_close(split, whole)
+    assert split_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
 
 
 def test_later_updates_are_the_same_too(train):
