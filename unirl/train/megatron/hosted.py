@@ -2,7 +2,6 @@
 and critics, frozen or under training.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from unirl.train.megatron.runtime import ParallelRuntime
 from unirl.train.megatron.shards import load_shards
 from unirl.train.megatron.weights import resolve_folder
 from unirl.train.packing import MicroBatch
+from unirl.train.plan import CostModel, ParallelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,7 +32,7 @@ class HostedModel(ABC):
     On several processes this is the part of one rank, see `ParallelRuntime`: all ranks of a replica (data-parallel
     index) are called alike, with the same micro-batches. Results are returned on the last pipeline stage, [] on others;
     those of the ranks that have them are equal, `reports` picks one. Different replicas have the same number of
-    micro-batches, empty ones (R = 0) included.
+    micro-batches, empty ones (R = 0) included; `shape` says what the layout asks of them.
 
     One process may hold several of the same parallel sizes. On a process without CUDA megatron-core is adapted to the
     CPU, see `platform`.
@@ -59,6 +59,15 @@ class HostedModel(ABC):
             on_error.pop_all()
         self._modules: list[torch.nn.Module] = list(self.chunks)
         """What a pass runs: the chunks, or what wraps them."""
+        self.shape = ParallelShape.of_layout(
+            dp=self._runtime.dp,
+            tp=parallel.tp,
+            pp=parallel.pp,
+            vpp=parallel.vpp or 1,
+            cp=parallel.cp,
+            sequence_parallel=parallel.sequence_parallel,
+        )
+        """What the layout asks of micro-batches."""
 
     @property
     def model(self) -> PackedModel:
@@ -73,9 +82,18 @@ class HostedModel(ABC):
         return self.model.architecture.vocab_size
 
     @property
-    def dp(self) -> int:
-        """Data-parallel size: how many replicas of the model share a batch."""
-        return self._runtime.dp
+    def cost(self) -> CostModel:
+        """What a pass over a tree costs."""
+        architecture = self.model.architecture
+        return CostModel.of_transformer(
+            num_layers=architecture.num_layers,
+            hidden_size=architecture.hidden_size,
+            ffn_hidden_size=architecture.ffn_hidden_size,
+            num_heads=architecture.num_heads,
+            num_kv_heads=architecture.num_kv_heads,
+            head_dim=architecture.head_dim,
+            vocab_size=architecture.vocab_size,
+        )
 
     @property
     def dp_rank(self) -> int:
@@ -114,31 +132,26 @@ class HostedModel(ABC):
     def _run(self, micro_batches: Sequence[MicroBatch], on_output: Callable, **kwargs) -> list:
         if not micro_batches:
             raise ValueError("there are no micro-batches to run")
-        batches = self._complete(micro_batches)
+        if len(micro_batches) % self.shape.count_multiple:
+            raise ValueError(
+                f"{len(micro_batches)} micro-batches for the interleaved schedule of {self.parallel.pp} stages: plan a "
+                f"multiple of {self.shape.count_multiple}, see ParallelShape"
+            )
 
         def forward_step(batches: Iterator[MicroBatch], module):
             batch = _on_device(next(batches), self._runtime.device)
             return module(batch), partial(on_output, batch)
 
-        iterators = [iter(batches) for _ in self._modules]
-        results = get_forward_backward_func()(
+        iterators = [iter(micro_batches) for _ in self._modules]
+        return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._modules,
-            num_microbatches=len(batches),
-            seq_length=max(batch.tokens.numel() for batch in batches),
+            num_microbatches=len(micro_batches),
+            seq_length=max(batch.tokens.numel() for batch in micro_batches),
             micro_batch_size=1,
             **kwargs,
         )
-        return results[: len(micro_batches)]
-
-    def _complete(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The interleaved schedule takes multiples of the pipeline-parallel size: empty micro-batches fill up."""
-        batches = list(micro_batches)
-        if self.parallel.vpp is not None:
-            length = math.lcm(2 * self.parallel.cp, self.parallel.cp * self.parallel.tp)
-            batches += [_empty(batches[0], length)] * (-len(batches) % self.parallel.pp)
-        return batches
 
 
 def of_all_rows(batch: MicroBatch, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -153,26 +166,6 @@ def of_all_rows(batch: MicroBatch, *values: torch.Tensor) -> tuple[torch.Tensor,
 def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     if device.type == "cpu":
         return batch
-    return replace(batch, **{name: value.to(device) for name, value in _tensors(batch).items()})
-
-
-def _empty(like: MicroBatch, length: int) -> MicroBatch:
-    """A tree of `length` tokens without a response token."""
-    nothing = {name: value[:0] for name, value in _tensors(like).items()}
-    zeros = like.tokens.new_zeros(length)
-    return replace(
-        like,
-        **nothing
-        | {
-            "tokens": zeros,
-            "position_ids": torch.arange(length),
-            "branch_ids": zeros,
-            "tree_cu_seqlens": torch.tensor([0, length]),
-            "loss_cu_seqlens": torch.tensor([0]),
-        },
-    )
-
-
-def _tensors(batch: MicroBatch) -> dict[str, torch.Tensor]:
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return replace(batch, **tensors)
