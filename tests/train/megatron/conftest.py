@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tests.train.conftest import make_part
 from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, StackConfig
@@ -29,11 +29,14 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_EXPERTS = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 FAMILIES = {
     "qwen3-tied": lambda: Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=True),
     "qwen3-untied": lambda: Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=False),
     "qwen2-tied": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True, rms_norm_eps=1e-5),
     "llama3-untied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3_ROPE),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=True),
+    "qwen3-moe-not-normalized": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=False),
     # The proportions of SmolLM2-135M: 9 heads, 3 KV heads, tied.
     "llama-tied-9-heads": lambda: LlamaConfig(
         **_SIZES | {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},

@@ -9,7 +9,7 @@ from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, St
 from unirl.train.fused_loss import fused_loss, fuses
 from unirl.train.megatron.policy import MegatronPolicy
 from unirl.train.megatron.training import Trained
-from unirl.train.megatron.weights import iterate_gradients, iterate_weights, write_hf_folder
+from unirl.train.megatron.weights import export_hf, iterate_gradients, iterate_weights
 from unirl.train.packing import MicroBatch
 
 LossFn = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict]]
@@ -62,15 +62,15 @@ class MegatronActor(Trained, MegatronPolicy):
 
         After `optimizer_step` they are the clipped ones.
         """
-        return iterate_gradients(self.model)
+        return iterate_gradients([self._ddp])
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, copy of the full tensor) of every weight, in a fixed order, in the dtype of training.
 
         The vocabulary is without padding and a tied head is not repeated.
         """
-        return iterate_weights(self.model)
+        return iterate_weights([self.model])
 
     def export_hf(self, folder: Path) -> None:
         """Write a new Hugging Face folder: weights, config and tokenizer. Raises FileExistsError where it exists."""
-        write_hf_folder(self.export_weights(), self.folder, folder)
+        export_hf([self.model], self.folder, folder)

@@ -1,5 +1,6 @@
 """What a Hugging Face config says of a policy, checked: anything that training would not reproduce is refused."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,8 +8,22 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from unirl.config.schema import ParallelConfig
 from unirl.errors import UserError
 from unirl.train.megatron.rope import Llama3Scaling, RopeConfig
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts:
+    """Every layer's MLP is `num_experts` small ones of which a router picks `experts_per_token` for each token.
+
+    normalized: the weights of the picked experts sum to 1 (config.json: norm_topk_prob).
+    """
+
+    num_experts: int
+    experts_per_token: int
+    ffn_hidden_size: int
+    normalized: bool
 
 
 @dataclass(frozen=True)
@@ -29,6 +44,7 @@ class Architecture:
     qk_norm: bool
     qkv_bias: bool
     tied: bool
+    moe: MixtureOfExperts | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,7 @@ class _Family:
     qk_norm: bool
     qkv_bias: bool
     required: dict[str, Any]
+    experts: bool = False
 
 
 _REQUIRED: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
@@ -45,6 +62,17 @@ _FAMILIES = {
     "llama": _Family(qk_norm=False, qkv_bias=False, required={"attention_bias": False, "mlp_bias": False}),
     "qwen2": _Family(qk_norm=False, qkv_bias=True, required={"use_sliding_window": False}),
     "qwen3": _Family(qk_norm=True, qkv_bias=False, required={"attention_bias": False, "use_sliding_window": False}),
+    "qwen3_moe": _Family(
+        qk_norm=True,
+        qkv_bias=False,
+        required={
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        experts=True,
+    ),
 }
 MODEL_TYPES = tuple(_FAMILIES)
 
@@ -82,6 +110,48 @@ def read_architecture(folder: Path, *, trust_remote_code: bool = False) -> Archi
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
         tied=bool(config.tie_word_embeddings),
+        moe=_read_experts(config) if family.experts else None,
+    )
+
+
+def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
+    """Raises UserError, with the sizes that fit, where the model cannot be split by `parallel`."""
+    heads, groups = architecture.num_heads, architecture.num_kv_heads
+    _check_divides(
+        "tp",
+        parallel.tp,
+        math.gcd(heads, groups),
+        f"the model has {heads} attention heads and {groups} key-value heads",
+    )
+    ffn = architecture.ffn_hidden_size
+    if architecture.moe is None and ffn % parallel.tp:
+        raise UserError(
+            f"parallel.tp={parallel.tp}: the MLP of the model is {ffn} wide, which {parallel.tp} does not divide"
+        )
+    layers = architecture.num_layers
+    _check_divides("pp", parallel.pp, layers, f"the model has {layers} layers")
+    if architecture.moe is None:
+        if parallel.ep > 1:
+            raise UserError(f"parallel.ep={parallel.ep}: the model has no experts, set parallel.ep=1")
+        return
+    experts = architecture.moe.num_experts
+    _check_divides("ep", parallel.ep, experts, f"the model has {experts} experts")
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        raise UserError("a model with experts needs parallel.sequence_parallel=true where parallel.tp > 1")
+
+
+def _check_divides(key: str, size: int, number: int, what: str) -> None:
+    if number % size:
+        fit = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
+        raise UserError(f"parallel.{key}={size}: {what}; sizes that fit: {', '.join(fit)}")
+
+
+def _read_experts(config: PretrainedConfig) -> MixtureOfExperts:
+    return MixtureOfExperts(
+        num_experts=config.num_experts,
+        experts_per_token=config.num_experts_per_tok,
+        ffn_hidden_size=config.moe_intermediate_size,
+        normalized=bool(config.norm_topk_prob),
     )
 
 

@@ -14,9 +14,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from unirl.config.schema import ModelConfig, ParallelConfig
 from unirl.errors import UserError
 from unirl.train.megatron.architecture import Architecture, read_architecture
+from unirl.train.megatron.hf_folder import resolve_folder
 from unirl.train.megatron.model import PackedModel, transformer_config
 from unirl.train.megatron.runtime import ParallelRuntime
-from unirl.train.megatron.weights import load_weights, resolve_folder
+from unirl.train.megatron.weights import load_weights
 from unirl.train.packing import MicroBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -40,7 +41,7 @@ class HostedModel(ABC):
         with ExitStack() as on_error:
             self._runtime = on_error.enter_context(ParallelRuntime(parallel, seed=seed))
             self.model = self._make_model(architecture, config, seed).requires_grad_(False)
-            load_weights(self.model, self.folder)
+            load_weights([self.model], self.folder)
             on_error.pop_all()
         self._module: torch.nn.Module = self.model
         """What a pass runs: the model, or what wraps it."""

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from unirl.config.schema import ParallelConfig
 from unirl.train.megatron.architecture import Architecture
 from unirl.train.megatron.attention import TreePackedSeqParams, plan_attention
+from unirl.train.megatron.moe import moe_options
 from unirl.train.megatron.rope import RopeConfig
 from unirl.train.megatron.spec import block_spec
 from unirl.train.packing import MicroBatch
@@ -66,6 +67,7 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        **moe_options(architecture.moe, transformer_engine=False),
         **_RECOMPUTE[recompute],
     )
 

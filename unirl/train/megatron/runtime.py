@@ -8,6 +8,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from unirl.config.schema import ParallelConfig
 from unirl.errors import UserError
+from unirl.train.megatron.moe import EXPERT_TP
 from unirl.train.megatron.platform import install_cpu_platform
 
 
@@ -34,6 +35,7 @@ class ParallelRuntime(AbstractContextManager):
                 pipeline_model_parallel_size=parallel.pp,
                 context_parallel_size=parallel.cp,
                 expert_model_parallel_size=parallel.ep,
+                expert_tensor_parallel_size=EXPERT_TP,
                 create_gloo_process_groups=False,
             )
         _check_layout(parallel)
