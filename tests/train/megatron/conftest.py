@@ -60,6 +60,24 @@ def make_reference(name: str, seed: int = 0) -> PreTrainedModel:
     return model.eval()
 
 
+def reference_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """By the names in a Hugging Face folder, where each expert has tensors of its own; transformers fuses them."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        experts, found, fused = name.partition(".mlp.experts.")
+        if not found:
+            gradients[name] = parameter.grad
+            continue
+        for expert, gradient in enumerate(parameter.grad):
+            prefix = f"{experts}.mlp.experts.{expert}"
+            if fused == "down_proj":
+                gradients[f"{prefix}.down_proj.weight"] = gradient
+            else:
+                gate, up = gradient.chunk(2)
+                gradients |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
+    return gradients
+
+
 def make_batches(*, token_budget: int = 10_000, share_prompts: bool = False, seed: int = 0) -> list[MicroBatch]:
     """Eleven uneven samples in five groups, one prompt of a single token, responses of 1 to 12 tokens."""
     generator = torch.Generator().manual_seed(seed)

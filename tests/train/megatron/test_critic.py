@@ -4,7 +4,13 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from tests.train.megatron.conftest import FAMILIES, assert_gradients_close, make_batches, sample_tokens
+from tests.train.megatron.conftest import (
+    FAMILIES,
+    assert_gradients_close,
+    make_batches,
+    reference_gradients,
+    sample_tokens,
+)
 from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from unirl.train.megatron.critic import MegatronCritic
 from unirl.train.megatron.weights import iterate_gradients, iterate_weights
@@ -70,8 +76,7 @@ def test_values_and_gradients_equal_those_of_transformers(make_folder, make_crit
     gradients = {name.removeprefix("model."): gradient for name, gradient in iterate_gradients([critic._ddp])}
     head = critic.model.value_head
     gradients |= {"weight": head.weight.main_grad, "bias": head.bias.main_grad}
-    expected_gradients = {name: parameter.grad for name, parameter in trunk.named_parameters()}
-    assert_gradients_close(gradients, expected_gradients | {"weight": weight.grad, "bias": bias.grad})
+    assert_gradients_close(gradients, reference_gradients(trunk) | {"weight": weight.grad, "bias": bias.grad})
 
 
 def test_any_packing_and_shared_prompts_give_the_same_values(make_folder, make_critic):
