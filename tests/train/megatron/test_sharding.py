@@ -57,7 +57,7 @@ def round_trip(folder: Path, parallel: ParallelConfig, out: Path) -> dict:
         for distributed in (False, True):
             pairs = list(iterate_gradients([summed_gradients(make_model(folder, parallel), distributed)]))
             expected = {name: tensor * total(".experts." in name) for name, tensor in stored.items()}
-            wrong = [n for n, t in pairs if not torch.equal(t, expected[n])]
+            wrong = [n for n, t in pairs if not torch.allclose(t, expected[n], rtol=1e-6, atol=0)]
             report["distributed" if distributed else "reduced"] = [name for name, _ in pairs], wrong
     return report
 
@@ -99,12 +99,11 @@ def ran(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_weights_from_any_layout_are_those_of_the_folder(ran, case):
     folders, _, ranks = ran
-    names = set(load_file(folders[CASES[case][0]] / SINGLE))
     order = ranks[0][case]["all"][0]
-    assert len(order) == len(names) and set(order) == names
+    assert sorted(order) == sorted(load_file(folders[CASES[case][0]] / SINGLE))
     for rank, reports in enumerate(ranks):
         report = reports[case]
-        assert not any(wrong for _, wrong in report.values())
+        assert not any(report[receivers][1] for receivers in ("all", "first", "stages"))
         assert report["all"][0] == order
         assert report["first"][0] == (order if rank == 0 else [])
 

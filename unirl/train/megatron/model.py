@@ -114,6 +114,18 @@ class PackedModel(GPTModel):
         )
         self.architecture = architecture
 
+    def setup_embeddings_and_output_layer(self) -> None:
+        """As GPTModel's, but a tied head on a stage of its own is not copied from the first one: it, too, is read from
+        the folder. Their gradients are summed, and the norm counts the weight once.
+        """
+        if self.config.pipeline_model_parallel_size == 1 or not self.share_embeddings_and_output_weights:
+            super().setup_embeddings_and_output_layer()
+            return
+        weight = self.shared_embedding_or_output_weight()
+        if weight is not None:
+            weight.shared_embedding = True
+            weight.shared = not self.pre_process
+
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """What `head` makes of the hidden states that predict the response tokens; before the last pipeline stage,
         the hidden states of all tokens.
