@@ -13,9 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from unirl.errors import UserError
+from unirl.train.megatron.names import WeightMap
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_HEAD = "lm_head.weight"
 MAX_SHARD_BYTES = 5 * 2**30
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
@@ -56,9 +58,18 @@ class HfTensors(AbstractContextManager):
         with self:
             self._files = _tensor_files(folder)
 
-    @property
-    def names(self) -> set[str]:
-        return set(self._files)
+    def check_names(self, maps: Iterable[WeightMap]) -> None:
+        """Raises UserError unless the folder holds the tensors of `maps` and nothing else."""
+        expected = {name for weight in maps for name in weight.hf_names}
+        # Old checkpoints store RoPE's constants, and a tied head may be stored a second time.
+        found = {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
+        found -= {_HEAD} - expected
+        if found != expected:
+            missing, unknown = sorted(expected - found), sorted(found - expected)
+            raise UserError(
+                f"{self._folder}: the weights do not match config.json; missing: {missing[:5] or 'none'} "
+                f"({len(missing)}), without a place: {unknown[:5] or 'none'} ({len(unknown)})"
+            )
 
     def __getitem__(self, name: str) -> StoredTensor:
         file = self._files[name]
@@ -92,16 +103,19 @@ def write_hf_folder(
         raise FileExistsError(f"{folder} exists: give a new folder, or remove it")
     aside = folder.with_name(folder.name + ".part")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, aside / file.name)
-    dtype = _write_safetensors(weights, aside, max_shard_bytes)
-    config = json.loads((source / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    os.rename(aside, folder)
+    with ExitStack() as on_error:
+        on_error.callback(shutil.rmtree, aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        for file in source.iterdir():
+            if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, aside / file.name)
+        dtype = _write_safetensors(weights, aside, max_shard_bytes)
+        config = json.loads((source / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        os.rename(aside, folder)
+        on_error.pop_all()
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:

@@ -37,10 +37,9 @@ def load_weights(chunks: Sequence[PackedModel], folder: Path) -> None:
     Each rank reads the slices it owns and nothing else; no rank waits for another. Raises UserError where there are no
     safetensors, a file cannot be read, a name is missing, a name has no place in the model, or a shape is another one.
     """
-    architecture = chunks[0].architecture
-    maps = {weight.name: weight for weight in weight_maps(architecture, chunks[0].vocab_size)}
+    maps = {weight.name: weight for weight in weight_maps(chunks[0].architecture, chunks[0].vocab_size)}
     with HfTensors(folder) as tensors, torch.no_grad():
-        check_names(folder, tensors.names, list(maps.values()), tied=architecture.tied)
+        tensors.check_names(maps.values())
         for name, parameter in global_parameters(chunks).items():
             if name not in maps:
                 raise RuntimeError(f"names.py has no weight {name}: a family that is not mapped whole")
@@ -53,21 +52,6 @@ def load_weights(chunks: Sequence[PackedModel], folder: Path) -> None:
                     f"config.json implies {tuple(parameter.shape)}"
                 )
             parameter.copy_(shard)
-
-
-def check_names(folder: Path, found: set[str], maps: Sequence[WeightMap], *, tied: bool) -> None:
-    """Raises UserError where the names of a folder are not those of its config."""
-    expected = {name for weight in maps for name in weight.hf_names}
-    # A tied head may be stored a second time, and old checkpoints store RoPE's constants.
-    found = {name for name in found if not name.endswith("rotary_emb.inv_freq")}
-    if tied:
-        found.discard("lm_head.weight")
-    if found != expected:
-        missing, unknown = sorted(expected - found), sorted(found - expected)
-        raise UserError(
-            f"{folder}: the weights do not match config.json; missing: {missing[:5] or 'none'} ({len(missing)}), "
-            f"without a place: {unknown[:5] or 'none'} ({len(unknown)})"
-        )
 
 
 def iterate_weights(
