@@ -161,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-shard-gb",
         dest="max_shard_bytes",
         type=_gigabytes,
+        metavar="GB",
         default=MAX_SHARD_BYTES,
         help="largest size of a file, in units of 2^30 bytes (default: 5)",
     )

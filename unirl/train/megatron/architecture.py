@@ -116,34 +116,25 @@ def read_architecture(folder: Path, *, trust_remote_code: bool = False) -> Archi
 
 def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
     """Raises UserError, with the sizes that fit, where the model cannot be split by `parallel`."""
-    heads, groups = architecture.num_heads, architecture.num_kv_heads
-    _check_divides(
-        "tp",
-        parallel.tp,
-        math.gcd(heads, groups),
-        f"the model has {heads} attention heads and {groups} key-value heads",
-    )
-    ffn = architecture.ffn_hidden_size
-    if architecture.moe is None and ffn % parallel.tp:
-        raise UserError(
-            f"parallel.tp={parallel.tp}: the MLP of the model is {ffn} wide, which {parallel.tp} does not divide"
-        )
-    layers = architecture.num_layers
-    _check_divides("pp", parallel.pp, layers, f"the model has {layers} layers")
+    split_by_tp = {"attention heads": architecture.num_heads, "key-value heads": architecture.num_kv_heads}
     if architecture.moe is None:
-        if parallel.ep > 1:
-            raise UserError(f"parallel.ep={parallel.ep}: the model has no experts, set parallel.ep=1")
-        return
-    experts = architecture.moe.num_experts
-    _check_divides("ep", parallel.ep, experts, f"the model has {experts} experts")
-    if parallel.tp > 1 and not parallel.sequence_parallel:
-        raise UserError("a model with experts needs parallel.sequence_parallel=true where parallel.tp > 1")
+        split_by_tp["columns of the MLP"] = architecture.ffn_hidden_size
+    _check_divides("tp", parallel.tp, split_by_tp)
+    _check_divides("pp", parallel.pp, {"layers": architecture.num_layers})
+    if architecture.moe is not None:
+        _check_divides("ep", parallel.ep, {"experts": architecture.moe.num_experts})
+        if parallel.tp > 1 and not parallel.sequence_parallel:
+            raise UserError("a model with experts needs parallel.sequence_parallel=true where parallel.tp > 1")
+    elif parallel.ep > 1:
+        raise UserError(f"parallel.ep={parallel.ep}: the model has no experts, set parallel.ep=1")
 
 
-def _check_divides(key: str, size: int, number: int, what: str) -> None:
-    if number % size:
-        fit = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
-        raise UserError(f"parallel.{key}={size}: {what}; sizes that fit: {', '.join(fit)}")
+def _check_divides(key: str, size: int, parts: dict[str, int]) -> None:
+    largest = math.gcd(*parts.values())
+    if largest % size:
+        found = ", ".join(f"{number} {what}" for what, number in parts.items())
+        fit = ", ".join(str(divisor) for divisor in range(1, largest + 1) if largest % divisor == 0)
+        raise UserError(f"parallel.{key}={size} does not divide what the model has: {found}; sizes that fit: {fit}")
 
 
 def _read_experts(config: PretrainedConfig) -> MixtureOfExperts:
