@@ -102,8 +102,10 @@ def undisturbed(run):
 def test_two_ranks_agree_with_one_process(run, undisturbed, tmp_path):
     (tmp_path / "model").symlink_to(run.folder / "model")
     single = Run(tmp_path, InProcessGroup)
-    results, weights, _ = single.train()
-    single.group.close()
+    try:
+        results, weights, _ = single.train()
+    finally:
+        single.group.close()
     assert results[2].grad_norm == pytest.approx(undisturbed[0][2].grad_norm, rel=1e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(undisturbed[1][name], weight, atol=2e-5, rtol=1e-4)

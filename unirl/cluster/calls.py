@@ -62,12 +62,14 @@ class ModelFacts:
     """What a driver knows of a hosted model; None where the model has no such thing.
 
     vocab_size: token ids. temperature: divides a policy's logits. shape, cost: what a plan of micro-batches asks.
+    replicated: whether data- and context-parallel ranks hold the same state; None where nothing is trained.
     """
 
     vocab_size: int
     temperature: float | None = None
     shape: Any = None
     cost: Any = None
+    replicated: bool | None = None
 
     @staticmethod
     def of(model: Any) -> "ModelFacts":

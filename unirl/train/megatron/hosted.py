@@ -16,10 +16,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from unirl.config.schema import ModelConfig, ParallelConfig
 from unirl.train.megatron.architecture import Architecture, read_architecture
 from unirl.train.megatron.context import gather_rows
+from unirl.train.megatron.hf_folder import resolve_folder
 from unirl.train.megatron.model import PackedModel, context_split, transformer_config
 from unirl.train.megatron.runtime import ParallelRuntime
-from unirl.train.megatron.shards import load_shards
-from unirl.train.megatron.weights import resolve_folder
+from unirl.train.megatron.weights import load_weights
 from unirl.train.packing import MicroBatch
 from unirl.train.plan import CostModel, ParallelShape
 
@@ -53,7 +53,7 @@ class HostedModel(ABC):
             self.chunks = [
                 self._make_chunk(architecture, config, seed, vp_stage).requires_grad_(False) for vp_stage in stages
             ]
-            load_shards(self.chunks, self.folder)
+            load_weights(self.chunks, self.folder)
             for chunk in self.chunks:
                 chunk.to(self._runtime.device)
             on_error.pop_all()

@@ -16,10 +16,10 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from unirl.config.schema import ParallelConfig
-from unirl.errors import UserError
-from unirl.train.megatron.architecture import Architecture
+from unirl.train.megatron.architecture import Architecture, check_layout
 from unirl.train.megatron.attention import TreePackedSeqParams, plan_attention
 from unirl.train.megatron.context import ContextSplit
+from unirl.train.megatron.moe import moe_options
 from unirl.train.megatron.rope import RopeConfig
 from unirl.train.megatron.spec import block_spec
 from unirl.train.packing import MicroBatch
@@ -39,9 +39,9 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's config of the policy; `recompute` as `stack.recompute`.
 
-    Raises UserError where the model does not divide by the parallel sizes.
+    Raises UserError where the model cannot be split by the parallel sizes.
     """
-    check_divides(architecture, parallel)
+    check_layout(architecture, parallel)
     interleaved = parallel.vpp is not None
     return TransformerConfig(
         num_layers=architecture.num_layers,
@@ -85,6 +85,7 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        **moe_options(architecture.moe, transformer_engine=False),
         **_RECOMPUTE[recompute],
     )
 
@@ -94,24 +95,6 @@ _RECOMPUTE = {
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-
-
-def check_divides(architecture: Architecture, parallel: ParallelConfig) -> None:
-    """Raises UserError, with the numbers, where the model does not divide by the parallel sizes."""
-    tp, stages = parallel.tp, parallel.pp * (parallel.vpp or 1)
-    parts = [
-        ("attention heads", architecture.num_heads, "parallel.tp", tp),
-        ("key-value heads", architecture.num_kv_heads, "parallel.tp", tp),
-        ("columns of the MLP", architecture.ffn_hidden_size, "parallel.tp", tp),
-        ("layers", architecture.num_layers, "parallel.pp * vpp" if parallel.vpp else "parallel.pp", stages),
-    ]
-    for what, found, key, size in parts:
-        if found % size:
-            raise UserError(f"{key}={size} does not divide the model's {found} {what}: choose a divisor of {found}")
-    if parallel.sequence_parallel and tp == 1:
-        raise UserError("parallel.sequence_parallel=true needs parallel.tp > 1")
-    if parallel.vpp and parallel.pp == 1:
-        raise UserError(f"parallel.vpp={parallel.vpp} needs parallel.pp > 1")
 
 
 def packed_params(batch: MicroBatch, rope: RopeConfig, split: ContextSplit | None) -> TreePackedSeqParams:

@@ -83,6 +83,7 @@ def install_cpu_platform() -> None:
         importlib.import_module(f"megatron.core.{name}")
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
 
     _give_cpu_torch(_cpu_torch())
     # Random state "of the GPU", kept for tensor-parallel regions and recomputation.
@@ -92,6 +93,8 @@ def install_cpu_platform() -> None:
     clip_grads.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
     for mixed_precision in (optimizer.Float16OptimizerWithFloat16Params, distrib_optimizer.DistributedOptimizer):
         mixed_precision.__init__ = _with_cuda_type_names(mixed_precision.__init__)
+    # It gives sizes to all_to_all as they are on a CPU, as tensors; on a GPU it moves them to numpy, of ints.
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
     _installed = True
 
 
@@ -103,8 +106,27 @@ def _cpu_torch() -> types.ModuleType:
         get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
         manual_seed=torch.manual_seed,
         synchronize=lambda *args, **kwargs: None,
+        # The token dispatcher of experts copies sizes to the CPU on a stream of its own.
+        Stream=_NoStream,
+        current_stream=_NoStream,
+        stream=lambda stream: contextlib.nullcontext(),
     )
     return _overlay(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in _DEVICE_FACTORIES})
+
+
+class _NoStream:
+    """A stream where everything is done when the call returns, and an event of it."""
+
+    def wait_stream(self, stream: "_NoStream") -> None: ...
+
+    def record_event(self) -> "_NoStream":
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+def _as_numpy(tensor, as_numpy: bool = False, record_stream: bool = False):
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _overlay(module: types.ModuleType, **replacements) -> types.ModuleType:

@@ -9,6 +9,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from unirl.config.schema import ParallelConfig
 from unirl.errors import UserError
+from unirl.train.megatron.moe import EXPERT_TP
 from unirl.train.megatron.platform import choose_device, deterministic_algorithms, install_cpu_platform
 
 
@@ -61,7 +62,7 @@ class ParallelRuntime(AbstractContextManager):
                 virtual_pipeline_model_parallel_size=parallel.vpp,
                 context_parallel_size=parallel.cp,
                 expert_model_parallel_size=parallel.ep,
-                expert_tensor_parallel_size=1 if parallel.ep > 1 else None,
+                expert_tensor_parallel_size=EXPERT_TP,
                 distributed_timeout_minutes=parallel.timeout_s / 60,
                 create_gloo_process_groups=False,
             )

@@ -1,6 +1,6 @@
 """What makes a hosted model a model under training: gradients, optimizer, checkpoints."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from unirl.config.schema import OptimizerConfig
 from unirl.train.megatron import memory, state
 from unirl.train.megatron.hosted import HostedModel
 from unirl.train.megatron.optimizer import PolicyOptimizer, StepResult
+from unirl.train.megatron.weights import iterate_gradients
 from unirl.train.packing import MicroBatch
 
 
@@ -53,18 +54,11 @@ class Trained(HostedModel):
         """
         return self.optimizer.step()
 
-    def gather_gradients(self) -> None:
-        """Make the gradients (`main_grad` of each weight) whole on every rank of a data-parallel group, of which the
-        distributed optimizer has a part on each; all ranks call it.
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, copy of the gradient, float32) of every weight that Hugging Face knows; every rank runs
+        it to its end and gets all. After `optimizer_step` they are the clipped ones.
         """
-        if not self.parallel.use_distributed_optimizer:
-            return
-        buffers = [buffer for chunk in self._ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        for buffer in buffers:
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                part = bucket.grad_data.chunk(group.size())[group.rank()]
-                dist.all_gather_into_tensor(bucket.grad_data, part.clone(), group=group)
+        return iterate_gradients(self._ddp)
 
     def save(self, folder: Path) -> None:
         """Write weights, master weights, moments and step count into the existing `folder`.
@@ -83,13 +77,18 @@ class Trained(HostedModel):
         self._check_single_process()
         state.load_state(self.model, self.optimizer, folder)
 
+    @property
+    def replicated(self) -> bool:
+        """Whether ranks of other replicas, and of the same tensor and pipeline index, capture the same."""
+        return not self.parallel.use_distributed_optimizer and self.parallel.ep == 1
+
     def capture(self) -> dict[str, Any]:
         """What `save` writes of this rank's part, in memory: the live tensors, to be copied before the next step."""
-        return memory.capture_state(self.model, self.optimizer)
+        return memory.capture_state(self.chunks, self.optimizer)
 
     def restore(self, captured: dict[str, Any]) -> None:
         """Go on from what `capture` gave: the same steps to the bit."""
-        memory.restore_state(self.model, self.optimizer, captured)
+        memory.restore_state(self.chunks, self.optimizer, captured)
 
     def close(self) -> None:
         """Release weights, gradients, optimizer and parallel state, see `HostedModel.close`."""
