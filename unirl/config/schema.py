@@ -77,6 +77,7 @@ ENVIRONMENTS = ("calculator",)
 @dataclass
 class RolloutConfig:
     engine: str = key("native", "Rollout engine.", choices=["native", "sglang"])
+    num_devices: int | None = key(None, "Devices that sample, out of the root's num_devices (cluster.layout split).", ge=1)
     max_batch_size: int = key(1024, "Samples decoded at once by the native engine.", ge=1)
     environment: str | None = key(
         None,
@@ -248,6 +249,12 @@ class EvalConfig:
 @dataclass
 class ClusterConfig:
     mode: str = key("inprocess", "Run everything in this process, or on a Ray cluster.", choices=["inprocess", "ray"])
+    address: str | None = key(None, "HOST:PORT of the head of a running Ray cluster (mode ray); never found by itself.")
+    layout: str = key(
+        "colocate",
+        "Trainer and rollout engines on the same devices in turn, or split: rollout.num_devices sample, the others train.",
+        choices=["colocate", "split"],
+    )
 
 
 @dataclass
