@@ -100,9 +100,7 @@ class FakeSlurm:
         key.chmod(0o600)
         host = socket.gethostname().partition(".")[0]
         controller_port, *ports = _free_ports(self.num_nodes + 1)
-        nodes = (
-            _NODE.format(number=i + 1, host=host, address=i + 2, port=port) for i, port in enumerate(ports)
-        )
+        nodes = (_NODE.format(number=i + 1, host=host, address=i + 2, port=port) for i, port in enumerate(ports))
         conf = _CONF.format(folder=self.folder, host=host, controller_port=controller_port, nodes=self.num_nodes)
         head, partition = conf[: conf.index("PartitionName")], conf[conf.index("PartitionName") :]
         (self.folder / "slurm.conf").write_text(head + "".join(nodes) + partition)
