@@ -11,6 +11,7 @@
 set -euo pipefail
 
 INTERRUPTED=130 # the driver's exit code after it was asked to stop and has saved
+TERMINATED=143  # that of a driver that was asked before it had anything to save
 
 declare -A node_of=() # process id of a step's srun -> its node
 address='' # of Ray's head, HOST:PORT
@@ -152,9 +153,9 @@ stop_ray() { # at the end of the script, however it ends
 }
 
 requeue_if_warned() {
-  [[ $asked == warning && $1 == "$INTERRUPTED" ]] || exit "$1"
+  [[ $asked == warning && ($1 == "$INTERRUPTED" || $1 == "$TERMINATED") ]] || exit "$1"
   stop_ray
-  say "saved; the job goes back into the queue and will resume"
+  say "the job goes back into the queue and will resume"
   scontrol requeue "$SLURM_JOB_ID"
   exit "$1"
 }

@@ -1,4 +1,4 @@
-"""A real Slurm on this machine alone: slurmctld, eight slurmds on loopback addresses, and GPUs that are device files."""
+"""A real Slurm on this machine alone: slurmctld, slurmds on loopback addresses, and GPUs that are device files."""
 
 import os
 import re
@@ -33,11 +33,12 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1,requeue_delay=1
+SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 KillWait=10
+OverTimeLimit=1
 GresTypes=gpu
 PropagateResourceLimits=NONE
 PartitionName=gpu Nodes=n[1-{nodes}] Default=YES MaxTime=INFINITE State=UP

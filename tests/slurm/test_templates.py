@@ -121,9 +121,10 @@ def test_a_job_near_its_time_limit_saves_and_resumes_when_it_comes_back(jobs, tm
         "train_ar_requeue",
         *("checkpoint.every=0", "eval.every=0", f"--config-dir={tmp_path}"),
         recipe="long",
-        options=("--nodes=1", "--time=1", "--signal=B:USR1@30"),
+        options=("--nodes=1", "--time=1", "--signal=B:USR1@1"),
     )
     wait_until(lambda: "goes back into the queue" in job.output, 90, f"job {job.id} is warned: {job.output}")
+    assert "stopped after iteration" in job.output
     trained = job.iterations[-1]
     recipe.write_text(text.replace("num_iterations: 50", f"num_iterations: {trained + 3}"))
     ended = job.wait()
