@@ -25,6 +25,8 @@ fail() {
   exit 1
 }
 
+(($# > 0)) || fail "no recipe given: sbatch [options] TEMPLATE RECIPE [key=value ...]" # arguments of the job script
+
 job_nodes() { # job_nodes [GROUP]: the node names of the job, or of one component of a heterogeneous job, in order
   local list=SLURM_JOB_NODELIST${1:+_HET_GROUP_$1}
   scontrol show hostnames "${!list}"
@@ -88,7 +90,6 @@ wait_for_head() {
 answers() { (exec 3<> "/dev/tcp/${1%:*}/${1##*:}") 2> /dev/null; }
 
 run_driver() {
-  [[ $# -ge 1 ]] || fail "no recipe given: sbatch ${0##*/} RECIPE [key=value ...]"
   local gpus=${SLURM_GPUS_ON_NODE:-0} status=0
   ((gpus > 0)) || fail "SLURM_GPUS_ON_NODE is not set: ask for GPUs with sbatch --gpus-per-node=N"
   [[ -z $asked ]] || return $INTERRUPTED

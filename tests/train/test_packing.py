@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.train.conftest import make_part
-from unirl.train.packing import first_fit_decreasing, plan_micro_batches
+from unirl.train.packing import plan_micro_batches
+from unirl.train.plan import first_fit_decreasing
 
 
 def all_samples(part):

@@ -57,6 +57,12 @@ def model_devices(config: TrainConfig) -> int:
     return config.parallel.tp * config.parallel.pp * config.parallel.cp
 
 
+def runs_on_ray(config: TrainConfig) -> bool:
+    """Whether the models live in processes of their own."""
+    mode = config.cluster.mode
+    return mode == "ray" or (mode == "auto" and config.num_devices > 1)
+
+
 def longest_sample(config: TrainConfig) -> int:
     """Tokens of the longest prompt with the longest response or episode."""
     return config.data.max_prompt_tokens + longest_response(config)

@@ -77,7 +77,9 @@ ENVIRONMENTS = ("calculator",)
 @dataclass
 class RolloutConfig:
     engine: str = key("native", "Rollout engine.", choices=["native", "sglang"])
-    num_devices: int | None = key(None, "Devices that sample, out of the root's num_devices (cluster.layout split).", ge=1)
+    num_devices: int | None = key(
+        None, "Devices that sample, out of the root's num_devices (cluster.layout split).", ge=1
+    )
     max_batch_size: int = key(1024, "Samples decoded at once by the native engine.", ge=1)
     environment: str | None = key(
         None,
@@ -248,11 +250,26 @@ class EvalConfig:
 
 @dataclass
 class ClusterConfig:
-    mode: str = key("inprocess", "Run everything in this process, or on a Ray cluster.", choices=["inprocess", "ray"])
-    address: str | None = key(None, "HOST:PORT of the head of a running Ray cluster (mode ray); never found by itself.")
+    mode: str = key(
+        "auto",
+        "Models in the process of the command, or one process for each device, driven by Ray; auto: ray where "
+        "num_devices is more than 1.",
+        choices=["auto", "inprocess", "ray"],
+    )
+    address: str | None = key(
+        None,
+        "host:port of the Ray cluster of this job; null starts one on this machine, for the run alone. A cluster is "
+        "never looked for.",
+    )
+    timeout_s: float = key(1800.0, "Seconds that a call to the workers may take before they count as hung.", gt=0)
+    heartbeat_s: float = key(30.0, "Seconds within which a worker that is still busy must answer.", gt=0)
+    max_restarts: int = key(10, "Times that lost workers are replaced in a run before it gives up.", ge=0)
+    object_store_gb: float | None = key(
+        None, "Size of the object store of a Ray that the run starts, in GB; null leaves it to Ray.", gt=0
+    )
     layout: str = key(
         "colocate",
-        "Trainer and rollout engines on the same devices in turn, or split: rollout.num_devices sample, the others train.",
+        "Train and sample on the same devices in turn, or split: rollout.num_devices sample, the others train.",
         choices=["colocate", "split"],
     )
 

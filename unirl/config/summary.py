@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from unirl.config.geometry import Geometry, longest_response
+from unirl.config.geometry import Geometry, longest_response, runs_on_ray
 from unirl.config.rules import run_problems
 from unirl.config.schema import TrainConfig
 
@@ -34,7 +34,7 @@ def _topology(config: TrainConfig, geometry: Geometry) -> dict[str, str]:
     return {
         "devices": f"{geometry.devices} ({nodes})",
         "TP / PP / CP / EP / DP": f"{geometry.tp} / {geometry.pp} / {geometry.cp} / {geometry.ep} / {geometry.dp}",
-        "processes": f"cluster.mode={config.cluster.mode}",
+        "processes": "one for each device, on Ray" if runs_on_ray(config) else "one",
         "model": f"{config.model.path} ({config.model.dtype})",
         "rollout engine": f"{config.rollout.engine}, weights by sync.mode={config.sync.mode}",
         "loss": f"{config.algorithm.loss}, {config.algorithm.loss_agg_mode}",

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
 from unirl.config.schema import OptimizerConfig
-from unirl.train.megatron import state
+from unirl.train.megatron import memory, state
 from unirl.train.megatron.hosted import HostedModel
 from unirl.train.megatron.optimizer import PolicyOptimizer, StepResult
 from unirl.train.packing import MicroBatch
@@ -51,6 +52,14 @@ class Trained(HostedModel):
         of another model.
         """
         state.load_state(self.model, self.optimizer, folder)
+
+    def capture(self) -> dict[str, Any]:
+        """What `save` writes of this rank's part, in memory: the live tensors, to be copied before the next step."""
+        return memory.capture_state(self.model, self.optimizer)
+
+    def restore(self, captured: dict[str, Any]) -> None:
+        """Go on from what `capture` gave: the same steps to the bit."""
+        memory.restore_state(self.model, self.optimizer, captured)
 
     def close(self) -> None:
         """Release weights, gradients, optimizer and parallel state, see `HostedModel.close`."""
