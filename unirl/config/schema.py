@@ -77,6 +77,9 @@ ENVIRONMENTS = ("calculator",)
 @dataclass
 class RolloutConfig:
     engine: str = key("native", "Rollout engine.", choices=["native", "sglang"])
+    num_devices: int | None = key(
+        None, "Devices that sample, out of the root's num_devices (cluster.layout split).", ge=1
+    )
     max_batch_size: int = key(1024, "Samples decoded at once by the native engine.", ge=1)
     environment: str | None = key(
         None,
@@ -281,6 +284,11 @@ class ClusterConfig:
     max_restarts: int = key(10, "Times that lost workers are replaced in a run before it gives up.", ge=0)
     object_store_gb: float | None = key(
         None, "Size of the object store of a Ray that the run starts, in GB; null leaves it to Ray.", gt=0
+    )
+    layout: str = key(
+        "colocate",
+        "Train and sample on the same devices in turn, or split: rollout.num_devices sample, the others train.",
+        choices=["colocate", "split"],
     )
 
 

@@ -41,3 +41,21 @@ def native_rollouts(config: TrainConfig) -> str | None:
         f"found {', '.join(f'{name}={asked[name]}' for name in beyond)}; this version runs "
         f"{', '.join(f'{name}={runs[name]}' for name in beyond)}; --dry-run plans more"
     )
+
+
+@rule("rollout.num_devices", "cluster.layout", "num_devices")
+def split_layout_has_both_sides(config: TrainConfig) -> str | None:
+    """rollout.num_devices is given with cluster.layout=split, below num_devices, and only then."""
+    sampling, layout = config.rollout.num_devices, config.cluster.layout
+    if layout == "colocate":
+        return None if sampling is None else f"found {sampling}, which cluster.layout=colocate does not read; use null"
+    if sampling is not None and sampling < config.num_devices:
+        return None
+    return f"found {sampling}, expected 1 to {config.num_devices - 1} of num_devices={config.num_devices}"
+
+
+@rule("cluster.layout", run_only=True)
+def colocated(config: TrainConfig) -> str | None:
+    """This version runs cluster.layout=colocate."""
+    layout = config.cluster.layout
+    return None if layout == "colocate" else f"found {layout}; this version runs colocate; --dry-run plans more"
