@@ -106,5 +106,5 @@ class ServerControl:
     async def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
         """Of each TP rank: hash of every weight, by the server's own names (see `checksums.py`)."""
         answer = await self.client.post("/weights_checker", {"action": "checksum"}, timeout_s=timeout_s)
-        ranks = sorted(answer["ranks"], key=lambda rank: rank["parallelism_info"]["tp_rank"])
+        ranks = sorted(answer["ranks"], key=lambda rank: rank["parallelism_info"][0]["tp_rank"])
         return [rank["checksums"] for rank in ranks]

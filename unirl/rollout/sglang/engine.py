@@ -207,6 +207,11 @@ class SGLangRolloutEngine:
         return [server.control for server in self._fleet.living()]
 
     @property
+    def endpoints(self) -> list[tuple[str, str | None]]:
+        """URL and API key of the servers that are up, for another process that is to share them."""
+        return [server.endpoint for server in self._fleet.living()]
+
+    @property
     def server_pids(self) -> list[int | None]:
         """Head of each server's process tree; None for one that was not launched here."""
         return [server.pid for server in self._fleet.servers]

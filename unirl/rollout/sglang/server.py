@@ -60,6 +60,11 @@ class Server:
         """Head of its process tree where it was launched here."""
         return self._process.pid if self._process else None
 
+    @property
+    def endpoint(self) -> tuple[str, str | None]:
+        """URL and API key."""
+        return (self._process.url, self._process.api_key) if self._process else (self._source, self._api_key)
+
     def __str__(self) -> str:
         return f"server {self._process.url if self._process else self._source}"
 
@@ -71,10 +76,7 @@ class Server:
         """Launch or attach and wait until it answers. Raises ServerLostError, with the end of its log."""
         if self.is_launched_here:
             self._process = await asyncio.to_thread(ServerProcess, self._source)
-            url, api_key = self._process.url, self._process.api_key
-        else:
-            url, api_key = self._source, self._api_key
-        self._control = ServerControl(SGLangClient(url, api_key))
+        self._control = ServerControl(SGLangClient(*self.endpoint))
         try:
             await self._wait_ready(limit_s)
             self.info = await self._control.info()

@@ -1,11 +1,11 @@
-"""Weight sync where trainer and rollout engine share one process."""
+"""Weight sync where the trainer has all weights in this process; the engine knows the way to where it samples."""
 
 from unirl.rollout.engine import RolloutEngine
 from unirl.train.megatron.actor import MegatronActor
 
 
-class InProcessSync:
-    """Hands the actor's weights, under their Hugging Face names, to an engine in the same process."""
+class WeightSync:
+    """Hands the actor's weights, under their Hugging Face names, to the engine."""
 
     def __init__(self, actor: MegatronActor, engine: RolloutEngine):
         self.actor = actor
