@@ -1,4 +1,4 @@
-"""Weight sync to a rollout engine in the process of the driver."""
+"""Weight sync from the policy, wherever its ranks run, to the engine, which knows the way to where it samples."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -9,13 +9,13 @@ from unirl.rollout.engine import RolloutEngine
 
 
 class WeightSource(Protocol):
-    """The policy under training, wherever its ranks run."""
+    """The policy under training."""
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
-class InProcessSync:
-    """Hands the actor's weights, under their Hugging Face names, to an engine in the same process."""
+class WeightSync:
+    """Hands the actor's weights, under their Hugging Face names, to the engine."""
 
     def __init__(self, actor: WeightSource, engine: RolloutEngine):
         self.actor = actor
