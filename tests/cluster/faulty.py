@@ -5,7 +5,6 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from tests.train.megatron.conftest import weighted_loss
@@ -64,10 +63,7 @@ class FaultyActor(MegatronActor):
         begun.touch(exist_ok=False)
         self.faults.strike("save")
         begun.unlink()
-        torch.save(self.capture(), folder / f"rank-{dist.get_rank()}")
-
-    def load(self, folder: Path) -> None:
-        self.restore(torch.load(folder / f"rank-{dist.get_rank()}"))
+        super().save(folder)
 
     def export_weights(self):
         for number, weight in enumerate(super().export_weights()):
