@@ -39,11 +39,12 @@ def two_ranks(train, tmp_path_factory) -> Path:  # noqa: F811
 def test_two_ranks_learn_what_one_learns(two_ranks, undisturbed):  # noqa: F811
     for found, expected in zip(read_metrics(two_ranks), read_metrics(undisturbed), strict=True):
         assert found.get("reward/mean") == expected.get("reward/mean")
+        assert found.keys() == expected.keys()
         for name in ("loss", "grad_norm", "entropy"):
-            assert found.get(name) == pytest.approx(expected.get(name), rel=1e-4, abs=1e-6)
+            assert found.get(name, 0) == pytest.approx(expected.get(name, 0), rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(580)
 def test_the_run_outlives_a_rank_and_goes_on_after_its_driver(two_ranks, command, train, tmp_path):  # noqa: F811
     run_dir = tmp_path / "run"
     with subprocess.Popen(
@@ -55,7 +56,7 @@ def test_the_run_outlives_a_rank_and_goes_on_after_its_driver(two_ranks, command
         wait_for_lines(run_dir, 3, driver)
         children = psutil.Process(driver.pid).children(recursive=True)
         driver.kill()
-    psutil.wait_procs(children, timeout=30)
+    psutil.wait_procs(children, timeout=120)  # Ray's agents look after their raylet now and then
     assert [process.name() for process in children if process.is_running()] == []
 
     finished = train(run_dir, *TWO_RANKS, "resume=auto")

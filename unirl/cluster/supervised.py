@@ -78,7 +78,10 @@ class SupervisedGroup:
             for rank, seat in enumerate(self._crew.seats):
                 say(f"rank {rank}: {grid.coordinates(rank)}; {seat}")
             self._memory = StateMemory(self._crew, grid)
-            self._start()
+            try:
+                self._start()
+            except WorkersLost as lost:
+                self._recover(lost)
         except BaseException:
             self.close()
             raise
