@@ -24,8 +24,8 @@ class ParallelRuntime(AbstractContextManager):
     _on_close: ExitStack
 
     def __init__(self, parallel: ParallelConfig, *, seed: int):
-        """Uses the default process group, on CPU where it is one of gloo; without one, makes one of this process alone,
-        without a network.
+        """Uses the default process group, on CPU where it is gloo alone, else on the CUDA device that is current;
+        without one, makes one of this process alone, without a network.
 
         Raises UserError where a launcher started several processes that have no group, or their number does not fit
         the parallel sizes; RuntimeError where this process already hosts an actor of another layout.
