@@ -33,7 +33,7 @@ _EXPERTS = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_int
 FAMILIES = {
     "qwen3-tied": lambda: Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=True),
     "qwen3-untied": lambda: Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=False),
-    "qwen2-tied": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True, rms_norm_eps=1e-5),
+    "qwen2-tied": lambda: Qwen2Config(**_SIZES | {"num_hidden_layers": 4}, tie_word_embeddings=True, rms_norm_eps=1e-5),
     "llama3-untied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3_ROPE),
     "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=True),
     "qwen3-moe-not-normalized": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=False),

@@ -83,7 +83,7 @@ def test_export_to_a_folder_that_exists_is_refused(tmp_path, make_folder, make_a
 def test_shards_are_written_and_read(tmp_path, make_folder, make_actor):
     folder, _ = make_folder("llama3-untied")
     actor = make_actor(folder)
-    export_hf([actor.model], folder, tmp_path / "sharded", max_shard_bytes=20_000)
+    export_hf(actor.chunks, folder, tmp_path / "sharded", max_shard_bytes=20_000)
     assert len(list((tmp_path / "sharded").glob("model-*-of-*.safetensors"))) > 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "sharded")
     again = dict(make_actor(tmp_path / "sharded").export_weights())

@@ -119,8 +119,15 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
     split_by_tp = {"attention heads": architecture.num_heads, "key-value heads": architecture.num_kv_heads}
     if architecture.moe is None:
         split_by_tp["columns of the MLP"] = architecture.ffn_hidden_size
+    elif parallel.ep == 1:
+        split_by_tp["columns of an expert"] = architecture.moe.ffn_hidden_size
     _check_divides("tp", parallel.tp, split_by_tp)
-    _check_divides("pp", parallel.pp, {"layers": architecture.num_layers})
+    stages = "pp" if parallel.vpp is None else "pp * vpp"
+    _check_divides(stages, parallel.pp * (parallel.vpp or 1), {"layers": architecture.num_layers})
+    if parallel.sequence_parallel and parallel.tp == 1:
+        raise UserError("parallel.sequence_parallel=true needs parallel.tp > 1")
+    if parallel.vpp and parallel.pp == 1:
+        raise UserError(f"parallel.vpp={parallel.vpp} needs parallel.pp > 1")
     if architecture.moe is not None:
         _check_divides("ep", parallel.ep, {"experts": architecture.moe.num_experts})
         if parallel.tp > 1 and not parallel.sequence_parallel:

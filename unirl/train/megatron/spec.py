@@ -60,10 +60,10 @@ class SwiGLU(torch.nn.Module):
         return _SwiGLU.apply(gate_up)
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The decoder: layers of this pipeline stage and the final norm."""
+def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The decoder: layers of this pipeline stage, or of its chunk `vp_stage`, and the final norm."""
     return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(config)] * get_num_layers_to_build(config), layer_norm=RMSNorm
+        layer_specs=[_layer_spec(config)] * get_num_layers_to_build(config, vp_stage), layer_norm=RMSNorm
     )
 
 
