@@ -1,8 +1,8 @@
 """Train a model on the same batches under one layout of ranks, and gather all that must not depend on the layout."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,8 +19,8 @@ from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, St
 from unirl.train.critic import CriticTrainer
 from unirl.train.megatron.actor import MegatronActor
 from unirl.train.megatron.critic import MegatronCritic
-from unirl.train.megatron.shards import RankWeights, full_weights, rank_weights
-from unirl.train.packing import MicroBatch, plan_micro_batches
+from unirl.train.megatron.weights import iterate_weights
+from unirl.train.packing import MicroBatch, plan_for
 from unirl.types import Part
 
 
@@ -76,8 +76,8 @@ class _RankOutcome:
     token_values: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]
     metrics: list[list[dict]]
     grad_norms: list[float]
-    gradients: RankWeights
-    weights: RankWeights
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
 
 
 def _train_cases(cases: Sequence[ParallelCase], parallel: ParallelConfig) -> list[_RankOutcome]:
@@ -87,24 +87,16 @@ def _train_cases(cases: Sequence[ParallelCase], parallel: ParallelConfig) -> lis
 def _train(case: ParallelCase, parallel: ParallelConfig) -> _RankOutcome:
     host = _host(case, parallel)
     try:
-        token_values = _token_values(host, _own_micro_batches(case, case.parts[0], parallel, host))
-        metrics, norms, gradients = [], [], None
-        for part in case.parts:
-            micro_batches = _own_micro_batches(case, part, parallel, host)
-            found, step = _step(case, host, micro_batches, _denominators(part))
+        token_values = _token_values(host, _own_micro_batches(case, case.parts[0], host))
+        metrics, norms, gradients = [], [], {}
+        for index, part in enumerate(case.parts):
+            found, step = _step(case, host, _own_micro_batches(case, part, host), _denominators(part))
             metrics.append(found)
             norms.append(step.grad_norm)
-            if gradients is None:
-                host.gather_gradients()
-                gradients = rank_weights(host.chunks, lambda parameter: parameter.main_grad)
-        return _RankOutcome(
-            reports=host.reports,
-            token_values=token_values,
-            metrics=metrics,
-            grad_norms=norms,
-            gradients=gradients,
-            weights=rank_weights(host.chunks, lambda parameter: parameter),
-        )
+            if index == 0:
+                gradients = _named(host, host.gradients(), lambda parameter: parameter.main_grad)
+        weights = _named(host, iterate_weights(host.chunks), lambda parameter: parameter)
+        return _RankOutcome(host.reports, token_values, metrics, norms, gradients, weights)
     finally:
         host.close()
 
@@ -139,57 +131,22 @@ def _denominators(part: Part) -> Denominators:
     return count_denominators(part.text.loss_mask & torch.isfinite(part.text.log_probs), part.text.cu_seqlens)
 
 
-def _own_micro_batches(case: ParallelCase, part: Part, parallel: ParallelConfig, host) -> list[MicroBatch]:
+def _own_micro_batches(case: ParallelCase, part: Part, host) -> list[MicroBatch]:
     """Those of this process's replica."""
-    plans = [
-        plan_micro_batches(
-            part,
-            torch.arange(len(part))[replica :: host.dp],
-            token_budget=case.stack.micro_batch_tokens,
-            share_prompts=case.stack.share_prompts,
-        )
-        for replica in range(host.dp)
-    ]
-    some = next(plan[0] for plan in plans if plan)
-    count = max(map(len, plans))
-    own = plans[host.dp_rank]
-    own += [_empty(some)] * (count - len(own))
-    return [_pad(batch, parallel) for batch in own]
+    plan = plan_for(host, part, torch.arange(len(part)), case.stack)
+    count = len(plan) // host.shape.dp
+    return plan[host.dp_rank * count : (host.dp_rank + 1) * count]
 
 
-def _empty(like: MicroBatch) -> MicroBatch:
-    nothing = {f.name: v[:0] for f in fields(like) if (v := getattr(like, f.name)) is not None}
-    one = torch.zeros(1, dtype=torch.int64)
-    filled = {"tokens": one, "position_ids": one, "branch_ids": one, "tree_cu_seqlens": torch.tensor([0, 1])}
-    return replace(like, **nothing | filled | {"loss_cu_seqlens": one})
-
-
-def _pad(batch: MicroBatch, parallel: ParallelConfig) -> MicroBatch:
-    multiple = 2 * parallel.cp if parallel.cp > 1 else 1
-    total = math.lcm(multiple, parallel.cp * parallel.tp if parallel.sequence_parallel else 1)
-    tokens, positions, branches, bounds = [], [], [], [0]
-    start = torch.zeros(batch.tokens.numel(), dtype=torch.int64)
-    trees = list(zip(batch.tree_cu_seqlens[:-1].tolist(), batch.tree_cu_seqlens[1:].tolist(), strict=True))
-    for index, (first, last) in enumerate(trees):
-        start[first:last] = bounds[-1] - first
-        length = last - first
-        pad = -length % multiple
-        if index == len(trees) - 1:
-            pad += -(bounds[-1] + length + pad) % total
-        tokens.append(torch.nn.functional.pad(batch.tokens[first:last], (0, pad)))
-        positions.append(
-            torch.cat([batch.position_ids[first:last], torch.arange(pad) + batch.position_ids[last - 1] + 1])
-        )
-        branches.append(torch.nn.functional.pad(batch.branch_ids[first:last], (0, pad)))
-        bounds.append(bounds[-1] + length + pad)
-    return replace(
-        batch,
-        tokens=torch.cat(tokens),
-        position_ids=torch.cat(positions),
-        branch_ids=torch.cat(branches),
-        tree_cu_seqlens=torch.tensor(bounds),
-        predict_positions=batch.predict_positions + start[batch.predict_positions],
-    )
+def _named(host, pairs: Iterable[tuple[str, torch.Tensor]], of_parameter: Callable) -> dict[str, torch.Tensor]:
+    """By name, float32, with the head of a critic, which Hugging Face has no names for; {} but on ranks that report."""
+    pairs = [(name, tensor.float().clone()) for name, tensor in pairs]  # collective: every rank runs it
+    if not host.reports:
+        return {}
+    if isinstance(host, MegatronCritic):
+        head = host.model.value_head.named_parameters()
+        pairs += [(f"value_head.{name}", of_parameter(parameter).detach().clone()) for name, parameter in head]
+    return dict(pairs)
 
 
 def _merge(case: ParallelCase, ranks: Sequence[_RankOutcome]) -> Outcome:
@@ -199,16 +156,27 @@ def _merge(case: ParallelCase, ranks: Sequence[_RankOutcome]) -> Outcome:
     for positions, values in (found for rank in reporting for found in rank.token_values):
         for name, value in values.items():
             token_values.setdefault(name, torch.full((tokens,), math.nan))[positions] = value
-    norms = {tuple(rank.grad_norms) for rank in ranks}
-    if len(norms) > 1:
-        raise RuntimeError(f"ranks found different gradient norms: {sorted(norms)}")
     metrics = [
         {**merge_metrics(part for rank in reporting for part in rank.metrics[step]), "grad_norm": norm}
-        for step, norm in enumerate(norms.pop())
+        for step, norm in enumerate(_equal("gradient norms", [rank.grad_norms for rank in ranks]))
     ]
     return Outcome(
         token_values,
         metrics,
-        dict(full_weights([rank.gradients for rank in ranks])),
-        dict(full_weights([rank.weights for rank in ranks])),
+        _equal("gradients", [rank.gradients for rank in reporting]),
+        _equal("weights", [rank.weights for rank in reporting]),
     )
+
+
+def _equal(what: str, of_ranks: list):
+    """The one that all replicas or ranks have; RuntimeError where they do not have the same bits."""
+    first, *others = of_ranks
+    for other in others:
+        same = (
+            all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+            if isinstance(first, dict)
+            else first == other
+        )
+        if not same:
+            raise RuntimeError(f"the {what} of ranks are not the same")
+    return first

@@ -13,7 +13,7 @@ from tests.train.megatron.conftest import (
 )
 from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from unirl.train.megatron.critic import MegatronCritic
-from unirl.train.megatron.weights import iterate_gradients, iterate_weights
+from unirl.train.megatron.weights import iterate_weights
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_values_and_gradients_equal_those_of_transformers(make_folder, make_crit
 
     assert critic.forward_backward([batch], squared_loss) == [{"tokens": batch.targets.numel()}]
     squared_loss(batch, expected)[0].backward()
-    gradients = {name.removeprefix("model."): gradient for name, gradient in iterate_gradients(critic._ddp)}
+    gradients = {name.removeprefix("model."): gradient for name, gradient in critic.gradients()}
     head = critic.model.value_head
     gradients |= {"weight": head.weight.main_grad, "bias": head.bias.main_grad}
     assert_gradients_close(gradients, reference_gradients(trunk) | {"weight": weight.grad, "bias": bias.grad})

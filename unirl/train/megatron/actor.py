@@ -12,7 +12,7 @@ from unirl.train.megatron.hosted import of_all_rows
 from unirl.train.megatron.model import context_split
 from unirl.train.megatron.policy import MegatronPolicy
 from unirl.train.megatron.training import Trained
-from unirl.train.megatron.weights import export_hf, iterate_gradients, iterate_weights
+from unirl.train.megatron.weights import export_hf, iterate_weights
 from unirl.train.packing import MicroBatch
 
 LossFn = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict]]
@@ -77,20 +77,16 @@ class MegatronActor(Trained, MegatronPolicy):
             of_all_rows=partial(of_all_rows, batch),
         )
 
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, copy of the gradient, float32) of every weight, in the order of `export_weights`.
-
-        After `optimizer_step` they are the clipped ones.
-        """
-        return iterate_gradients(self._ddp)
-
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, copy of the full tensor) of every weight, in a fixed order, in the dtype of training.
 
-        The vocabulary is without padding and a tied head is not repeated.
+        The vocabulary is without padding and a tied head is not repeated. Every rank runs it to its end and gets all.
         """
         return iterate_weights(self.chunks)
 
     def export_hf(self, folder: Path) -> None:
-        """Write a new Hugging Face folder: weights, config and tokenizer. Raises FileExistsError where it exists."""
+        """Write a new Hugging Face folder: weights, config and tokenizer; all ranks call it, rank 0 writes.
+
+        Raises FileExistsError where it exists.
+        """
         export_hf(self.chunks, self.folder, folder)

@@ -122,12 +122,13 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
     elif parallel.ep == 1:
         split_by_tp["columns of an expert"] = architecture.moe.ffn_hidden_size
     _check_divides("tp", parallel.tp, split_by_tp)
-    stages = "pp" if parallel.vpp is None else "pp * vpp"
-    _check_divides(stages, parallel.pp * (parallel.vpp or 1), {"layers": architecture.num_layers})
+    _check_divides("pp", parallel.pp, {"layers": architecture.num_layers})
+    if parallel.vpp is not None:
+        if parallel.pp == 1:
+            raise UserError(f"parallel.vpp={parallel.vpp}: a pipeline of one stage has no chunks, set it to null")
+        _check_divides("vpp", parallel.vpp, {"layers of a stage": architecture.num_layers // parallel.pp})
     if parallel.sequence_parallel and parallel.tp == 1:
         raise UserError("parallel.sequence_parallel=true needs parallel.tp > 1")
-    if parallel.vpp and parallel.pp == 1:
-        raise UserError(f"parallel.vpp={parallel.vpp} needs parallel.pp > 1")
     if architecture.moe is not None:
         _check_divides("ep", parallel.ep, {"experts": architecture.moe.num_experts})
         if parallel.tp > 1 and not parallel.sequence_parallel:

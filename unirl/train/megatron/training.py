@@ -1,17 +1,20 @@
 """What makes a hosted model a model under training: gradients, optimizer, checkpoints."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
+from unirl.algorithms import Metric
 from unirl.config.schema import OptimizerConfig
 from unirl.train.megatron import state
 from unirl.train.megatron.hosted import HostedModel
 from unirl.train.megatron.optimizer import PolicyOptimizer, StepResult
+from unirl.train.megatron.weights import iterate_gradients
 from unirl.train.packing import MicroBatch
 
 
@@ -52,18 +55,11 @@ class Trained(HostedModel):
         """
         return self.optimizer.step()
 
-    def gather_gradients(self) -> None:
-        """Make the gradients (`main_grad` of each weight) whole on every rank of a data-parallel group, of which the
-        distributed optimizer has a part on each; all ranks call it.
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, copy of the gradient, float32) of every weight that Hugging Face knows; every rank runs
+        it to its end and gets all. After `optimizer_step` they are the clipped ones.
         """
-        if not self.parallel.use_distributed_optimizer:
-            return
-        buffers = [buffer for chunk in self._ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        for buffer in buffers:
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                part = bucket.grad_data.chunk(group.size())[group.rank()]
-                dist.all_gather_into_tensor(bucket.grad_data, part.clone(), group=group)
+        return iterate_gradients(self._ddp)
 
     def save(self, folder: Path) -> None:
         """Write weights, master weights, moments and step count into the existing `folder`.
@@ -105,9 +101,19 @@ class Trained(HostedModel):
             if not loss.requires_grad:
                 loss = loss + output[:0].sum()  # so that the backward pass, with its collectives, runs on every rank
             # The count in the middle is what Megatron would divide by, see finalize_model_grads_func.
-            return loss, torch.tensor(batch.targets.numel(), dtype=torch.int), metrics
+            return loss, torch.tensor(batch.targets.numel(), dtype=torch.int), _on_host(metrics)
 
         return self._run(micro_batches, counted_loss)
+
+
+def _on_host(metrics: dict) -> dict:
+    """The metrics in host memory: they go to another process."""
+    return {
+        name: replace(metric, value=metric.value.cpu(), count=metric.count.cpu())
+        if isinstance(metric, Metric)
+        else metric
+        for name, metric in metrics.items()
+    }
 
 
 def _finalize_undivided(chunks: list[DistributedDataParallel], num_tokens=None, **kwargs) -> None:
