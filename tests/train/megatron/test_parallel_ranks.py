@@ -39,7 +39,7 @@ class PoisonOneBatch:
 
 def on_every_rank(folder: Path) -> dict[str, dict]:
     refused = {}
-    for name, layout in {"tp3": ParallelConfig(tp=3), "ep2": ParallelConfig(tp=2, ep=2)}.items():
+    for name, layout in {"tp3": ParallelConfig(tp=3), "ep3": ParallelConfig(ep=3)}.items():
         with pytest.raises(UserError) as error:
             ParallelRuntime(layout, seed=0)
         refused[name] = str(error.value)
@@ -98,7 +98,7 @@ def ran(tmp_path_factory):
 def test_layouts_that_do_not_fit_the_group_are_refused_with_the_rule(ran):
     for rank in ran:
         assert "does not divide the 2 process(es)" in rank["refused"]["tp3"]
-        assert "parallel.ep=2 does not divide dp * cp = 1 * 1" in rank["refused"]["ep2"]
+        assert "parallel.ep=3 does not divide the 2 process(es)" in rank["refused"]["ep3"]
         assert rank["group_is_left"]
 
 

@@ -17,8 +17,7 @@ class ParallelRuntime(AbstractContextManager):
     """Holds the groups of one layout; actors of one process share them, the last one to close takes them down.
 
     Ranks are laid out as Megatron does by default: tensor parallel varies fastest, then context, data, and last
-    pipeline parallel. Expert-parallel groups are
-    of successive ranks of a stage, whatever they are otherwise.
+    pipeline parallel. Expert-parallel groups are of successive ranks of a stage, whatever they are otherwise.
     """
 
     _holders = 0
