@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unirl.kernels.backends import choose_backend
-from unirl.kernels.records import RowSoftmax, VocabShard, combine
+from unirl.kernels.records import RowSoftmax, VocabShard
 from unirl.kernels.storage import check_targets, check_temperature
 
 # Logits that exist at a time where the caller does not say. The product with the head reads all of its weight for each
@@ -83,7 +83,7 @@ class _LinearTokenLogprob(torch.autograd.Function):
         ]
         result = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         record = shard.gather(torch.cat(records, 1), result)
-        logp, softmax = combine(record, targets, shard.width, call.temperature)
+        logp, softmax = call.backend.combine(record, targets, shard.width, call.temperature)
         ctx.save_for_backward(hidden, weight, columns, softmax.peak, softmax.total, softmax.entropy)
         ctx.call = call
         return logp.to(result), softmax.entropy.to(result) if call.with_entropy else None

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from unirl.kernels.records import MAX, SHIFT, SUM, TARGET, UNREAD, RowSoftmax, finite_base, record_width
+from unirl.kernels.records import MAX, SHIFT, SUM, TARGET, UNREAD, RowSoftmax, combine, finite_base, record_width
 from unirl.kernels.token_losses import token_losses
 
-__all__ = ["FUSES_ROWS", "row_records", "supports", "token_losses", "write_gradient"]
+__all__ = ["FUSES_ROWS", "combine", "row_records", "supports", "token_losses", "write_gradient"]
 
 FUSES_ROWS = False
 """Whether the back-end has `policy_rows`: a row from logits to gradient at once."""
