@@ -13,7 +13,7 @@ def two_floats(value: float) -> tuple[float, float]:
 
 
 class ExponentScale(NamedTuple):
-    """As ExponentScale in csrc/common/row_math.h: log2(e) / temperature, and the shift at which an exponential is 0."""
+    """log2(e) / temperature as a sum of two float32, both >= 0, and the shift at which an exponential is 0 in float32."""
 
     high: float
     low: float
@@ -21,5 +21,8 @@ class ExponentScale(NamedTuple):
 
     @staticmethod
     def of(temperature: float) -> "ExponentScale":
-        high, low = two_floats(math.log2(math.e) / temperature)
-        return ExponentScale(high, low, -127.0 / high)
+        scale = math.log2(math.e) / temperature
+        high = np.float32(scale)
+        if high > scale:
+            high = np.nextafter(high, np.float32(0))
+        return ExponentScale(float(high), float(np.float32(scale - float(high))), -127.0 / float(high))

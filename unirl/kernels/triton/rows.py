@@ -5,8 +5,8 @@ A program takes one chunk of one row, tile by tile: [VECTORS, THREADS, ELEMENTS]
 threads of a program come together once per chunk. Arithmetic is float32 throughout, after a conversion from bfloat16.
 
 `scale_high + scale_low` is log2(e) / temperature: rounded to one float32 it would tilt every exponent of a row the same
-way. `lowest` is a shift of a logit below the maximum that gives exp 0; clamping there keeps 0 * -inf out of the sums,
-and NaN survives the clamp.
+way. Both are >= 0, so -inf stays -inf. `lowest` is a shift of a logit below the maximum that gives exp 0; clamping there
+keeps 0 * -inf out of what has the shift as a factor. NaN survives the clamp.
 """
 
 import triton
@@ -49,7 +49,9 @@ def absorb(x, peak, total, shift, scale_high, scale_low, lowest, ENTROPY: tl.con
     base = finite_base(raised)
     step = clamped(peak - base, lowest)
     factor = exp_of(step, scale_high, scale_low)
-    d = clamped(x - base[None, :, None], lowest)
+    d = x - base[None, :, None]
+    if ENTROPY:
+        d = clamped(d, lowest)
     e = exp_of(d, scale_high, scale_low)
     if ENTROPY:
         shift = tl.fma(factor, tl.fma(total, step, shift), tl.sum(tl.sum(e * d, 2), 0))
@@ -114,9 +116,11 @@ def chunk_statistics(
 @triton.jit
 def gradient_of(x, peak, a, b, scale_high, scale_low, lowest, ENTROPY: tl.constexpr):
     """e (a + b d), and e a where no gradient of the entropy flows."""
-    d = clamped(x - peak, lowest)
-    e = exp_of(d, scale_high, scale_low)
-    return e * tl.fma(d, b, a) if ENTROPY else e * a
+    if ENTROPY:
+        d = clamped(x - peak, lowest)
+        return exp_of(d, scale_high, scale_low) * tl.fma(d, b, a)
+    else:
+        return exp_of(x - peak, scale_high, scale_low) * a
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])
