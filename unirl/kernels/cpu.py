@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unirl.kernels.loss_spec import LossSpec
 from unirl.kernels.records import RowSoftmax, combine, record_width
+from unirl.kernels.reference import scale_gradient
 from unirl.kernels.token_losses import TokenLosses
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "isa",
     "policy_rows",
     "row_records",
+    "scale_gradient",
     "supports",
     "token_losses",
     "write_gradient",

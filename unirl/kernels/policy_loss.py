@@ -121,6 +121,7 @@ class _FusedPolicyLoss(torch.autograd.Function):
         if call.writes:
             mark_overwritten(logits)
             ctx.save_for_backward(logits)
+            ctx.backend = call.backend
         result = _result(call, _result_dtype(logits), logp, entropy, losses)
         ctx.mark_non_differentiable(*(value for value in result[1:] if value is not None))
         return result
@@ -132,8 +133,10 @@ class _FusedPolicyLoss(torch.autograd.Function):
         # a first backward pass included.
         (logits,) = ctx.saved_tensors
         gradient = logits.detach()
-        if grad_loss is None or grad_loss != 1:
-            gradient.mul_(0 if grad_loss is None else grad_loss)
+        if grad_loss is None:
+            gradient.zero_()
+        else:
+            ctx.backend.scale_gradient(gradient, grad_loss)
         mark_overwritten(logits)
         return gradient, None
 

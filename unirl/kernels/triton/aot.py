@@ -29,6 +29,7 @@ _POINTERS = {
     "grads_logp": "*fp32",
     "grads_entropy": "*fp32",
     "flags": "*u8",
+    "factor": "*fp32",
 }
 _NUMBERS = {
     "stride": "i64",
@@ -99,7 +100,10 @@ def write_cubins(arch: str, folder: Path) -> dict[str, Path]:
 
 def _row_variants(arch: str, dtype: torch.dtype, with_entropy: bool) -> Iterator[Variant]:
     suffix = _suffix(dtype, with_entropy)
-    for kernel, table, passes in ((rows.chunk_statistics, tuning.STATISTICS, 1), (rows.write_gradient, tuning.GRADIENT, 2)):
+    for kernel, table, passes in (
+        (rows.chunk_statistics, tuning.STATISTICS, 1),
+        (rows.write_gradient, tuning.GRADIENT, 2),
+    ):
         shape = tuning.row_shape(table, arch, dtype, with_entropy)
         constants = shape.constants(dtype)
         yield Variant(
@@ -111,6 +115,17 @@ def _row_variants(arch: str, dtype: torch.dtype, with_entropy: bool) -> Iterator
             tile=constants["VECTORS"] * constants["ELEMENTS"],
             element_bytes=dtype.itemsize,
             passes=passes,
+        )
+    if not with_entropy:
+        yield Variant(
+            f"scale_gradient{suffix}",
+            rows.scale_gradient,
+            constants,
+            shape.warps,
+            dtype,
+            constants["VECTORS"] * constants["ELEMENTS"],
+            dtype.itemsize,
+            2,
         )
     few = {"ENTROPY": with_entropy, "TOKENS": tuning.TOKENS}
     yield Variant(f"fold_chunks{suffix}", tokens.fold_chunks, few | {"CHUNKS": VOCAB_CHUNKS}, 1, dtype)

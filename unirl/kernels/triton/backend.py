@@ -161,6 +161,20 @@ def write_gradient(
         )
 
 
+def scale_gradient(logits: Tensor, factor: Tensor) -> None:
+    """As `reference.scale_gradient`, without waiting for the GPU to tell the factor."""
+    count, width = logits.shape
+    if count == 0:
+        return
+    shape = tuning.row_shape(tuning.GRADIENT, architecture(logits.device), logits.dtype, with_entropy=False)
+    constants = shape.constants(logits.dtype)
+    chunks = triton.cdiv(width, constants["CHUNK"])
+    with torch.cuda.device_of(logits):
+        rows.scale_gradient[(min(count * chunks, tuning.SCALE_PROGRAMS),)](
+            logits, logits.stride(0), factor, count, width, chunks, **constants, num_warps=shape.warps
+        )
+
+
 @cache
 def architecture(device: torch.device) -> str:
     """Key of the tuning tables."""

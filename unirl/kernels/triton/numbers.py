@@ -13,7 +13,10 @@ def two_floats(value: float) -> tuple[float, float]:
 
 
 class ExponentScale(NamedTuple):
-    """log2(e) / temperature as a sum of two float32, both >= 0, and the shift at which an exponential is 0 in float32."""
+    """log2(e) / temperature as a sum of two float32, both >= 0.
+
+    lowest: a shift of a logit at which its exponential is 0 in float32.
+    """
 
     high: float
     low: float

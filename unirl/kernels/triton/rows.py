@@ -1,12 +1,12 @@
 """The kernels that touch logits: statistics of chunks of rows, and the gradient written over them.
 
 A program takes one chunk of one row, tile by tile: [VECTORS, THREADS, ELEMENTS] columns, of which each thread holds
-[VECTORS, ELEMENTS], 16 bytes of neighbours at a time. All that is summed inside the loops is summed within a thread; the
-threads of a program come together once per chunk. Arithmetic is float32 throughout, after a conversion from bfloat16.
+[VECTORS, ELEMENTS], 16 bytes of neighbours at a time. All that is summed inside the loops is summed within a thread;
+the threads of a program come together once per chunk. Arithmetic is float32 throughout.
 
-`scale_high + scale_low` is log2(e) / temperature: rounded to one float32 it would tilt every exponent of a row the same
-way. Both are >= 0, so -inf stays -inf. `lowest` is a shift of a logit below the maximum that gives exp 0; clamping there
-keeps 0 * -inf out of what has the shift as a factor. NaN survives the clamp.
+`scale_high + scale_low` is log2(e) / temperature: rounded to one float32 it would tilt every exponent of a row the
+same way. Both are >= 0, so -inf stays -inf. `lowest` is a shift of a logit below the maximum that gives exp 0: clamping
+there keeps 0 * -inf out of what has the shift as a factor. NaN survives the clamp.
 """
 
 import triton
@@ -77,9 +77,9 @@ def chunk_statistics(
     ELEMENTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """partial [2 or 3, T, chunks] float32 from logits [T, columns]: maximum m, sum e, and with ENTROPY sum e d, d = x - m.
+    """partial [2 or 3, T, chunks] float32 from logits [T, columns]: maximum m, sum e, and with ENTROPY sum e d.
 
-    A row whose target is UNREAD leaves an empty record and is not read.
+    d = x - m, e = exp(d / temperature). A row whose target is UNREAD leaves an empty record and is not read.
     """
     TILE: tl.constexpr = VECTORS * THREADS * ELEMENTS
     program = tl.program_id(0)
@@ -116,11 +116,11 @@ def chunk_statistics(
 @triton.jit
 def gradient_of(x, peak, a, b, scale_high, scale_low, lowest, ENTROPY: tl.constexpr):
     """e (a + b d), and e a where no gradient of the entropy flows."""
+    d = x - peak
     if ENTROPY:
-        d = clamped(x - peak, lowest)
-        return exp_of(d, scale_high, scale_low) * tl.fma(d, b, a)
-    else:
-        return exp_of(x - peak, scale_high, scale_low) * a
+        d = clamped(d, lowest)
+    e = exp_of(d, scale_high, scale_low)
+    return e * tl.fma(d, b, a) if ENTROPY else e * a
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])
@@ -180,3 +180,33 @@ def write_gradient(
         if (target >= start) & (target < real):
             tl.debug_barrier()  # after the tile that holds it: another thread wrote that
             tl.store(x_row + target, tl.load(words + 3 * rows).to(kind))
+
+
+@triton.jit(do_not_specialize=["rows", "chunks"])
+def scale_gradient(
+    logits,
+    stride,
+    factor,
+    rows,
+    width,
+    chunks,
+    VECTORS: tl.constexpr,
+    THREADS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Multiplies logits [T, width] by the number at `factor`, and does nothing where that is 1.
+
+    Programs take chunks in turn: one for each would take its time to start also where nothing is to be done.
+    """
+    TILE: tl.constexpr = VECTORS * THREADS * ELEMENTS
+    by = tl.load(factor).to(tl.float32)
+    offsets = tile_columns(VECTORS, THREADS, ELEMENTS)
+    if by != 1.0:
+        for chunk in range(tl.program_id(0), rows * chunks, tl.num_programs(0)):
+            x_row = logits + (chunk // chunks).to(tl.int64) * stride
+            start = (chunk % chunks) * CHUNK
+            for first in range(start, tl.minimum(start + CHUNK, width), TILE):
+                column = first + offsets
+                x = tl.load(x_row + column, mask=column < width, other=0.0).to(tl.float32)
+                tl.store(x_row + column, (x * by).to(logits.dtype.element_ty), mask=column < width)

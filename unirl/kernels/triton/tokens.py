@@ -1,4 +1,4 @@
-"""The kernels that work on a few numbers per token, in float64: chunks to records, shards to answers, losses, slopes."""
+"""The kernels that work on a few numbers per token, in float64: chunks to records, shards to answers, coefficients."""
 
 import triton
 import triton.language as tl
@@ -36,7 +36,10 @@ def fold_chunks(
     TOKENS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """record [3 or 4, T] float64 (see `records`) from partial [2 or 3, T, chunks]; CHUNKS: a power of two that holds them."""
+    """record [3 or 4, T] float64 (see `records`) from partial [2 or 3, T, chunks].
+
+    CHUNKS: a power of two, no less than `chunks`.
+    """
     temperature = in_double(temperature_high, temperature_low)
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
@@ -77,7 +80,7 @@ def combine_shards(
     TOKENS: tl.constexpr,
     SHARDS: tl.constexpr,
 ):
-    """result [3 or 4, T] float64: log-prob, peak, total, entropy, of records [shards, 3 or 4, T]; as `records.combine`."""
+    """result [3 or 4, T] float64, log-prob, peak, total, entropy, of records [shards, 3 or 4, T]: `records.combine`."""
     WORDS: tl.constexpr = 4 if ENTROPY else 3
     temperature = in_double(temperature_high, temperature_low)
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)

@@ -1,9 +1,9 @@
 """How rows are cut for each GPU: plain tables, read at launch, so that no kernel's definition knows of a GPU.
 
-A chunk of a row is what one program takes; a tile is what it holds in registers at a time: `vectors` accesses of 16 bytes
-by each of its threads. **Chunks and tiles of the statistics do not depend on the number of rows, nor on whether the
-entropy is asked for**: they fix the order in which a row is added up, so a row's log-prob is the same, bit for bit, in
-every batch. Chunks small enough to fill the GPU with a few rows cost large batches nothing: one record of 12 bytes a chunk.
+A chunk of a row is what one program takes; a tile is what it holds in registers at a time: `vectors` accesses of 16
+bytes by each of its threads. **Chunks and tiles of the statistics do not depend on the number of rows, nor on whether
+the entropy is asked for**: they fix the order in which a row is added up, so a row's log-prob is the same, bit for bit,
+in every batch. Chunks that fill the GPU with a few rows cost large batches next to nothing: 12 bytes for each chunk.
 """
 
 from dataclasses import dataclass
@@ -71,6 +71,9 @@ UNTUNED = "sm_90"
 
 TOKENS = 32
 """Tokens of one program of the kernels that work on a few numbers per token; one warp."""
+
+SCALE_PROGRAMS = 1024
+"""Programs of `scale_gradient`: as many as fit the largest GPU at a time."""
 
 
 def row_shape(table: dict[Key, RowShape], arch: str, dtype: torch.dtype, with_entropy: bool) -> RowShape:
