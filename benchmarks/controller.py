@@ -60,7 +60,7 @@ def measure(num_workers: int, iterations: int) -> dict[str, float]:
     from unirl.cluster.supervised import ClusterOptions, SupervisedGroup
 
     with tempfile.TemporaryDirectory() as folder:
-        options = ClusterOptions(None, (num_workers,), 600, 120, 0, 1.0, Path(folder))
+        options = ClusterOptions(None, (num_workers,), 600, 120, 1, 1.0, Path(folder))
         started = time.perf_counter()
         group = SupervisedGroup(dict, RankGrid(dp=num_workers), options, lambda line: None, worker=Sleeper)
         ready = time.perf_counter()

@@ -11,6 +11,7 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed", allow_module_level=True)
 
 import ray
+from ray._raylet import AuthenticationTokenLoader
 from ray.cluster_utils import Cluster
 
 from tests.cluster.seated import Bystander
@@ -28,6 +29,7 @@ def nodes(tmp_path_factory):
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         patch.setenv("RAY_enable_worker_prestart", "0")
         patch.setenv("RAY_prestart_worker_first_driver", "0")
+        AuthenticationTokenLoader.instance().reset_cache()  # of the token of other tests
         cluster = Cluster()
         addresses = [f"127.0.0.{FIRST_HOST + node}" for node in range(8)]
         for address in addresses:
