@@ -74,7 +74,7 @@ class RaySession(AbstractContextManager):
         ray_constants.ENABLE_RAY_CLUSTER = False
         ray.init(
             address="local",
-            num_cpus=1,
+            num_cpus=num_devices,  # nothing counts on it but how many workers may start at a time
             num_gpus=num_devices,  # devices of any kind: workers count on nothing else
             object_store_memory=None if object_store_gb is None else int(object_store_gb * 1e9),
             include_dashboard=False,
