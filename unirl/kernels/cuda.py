@@ -1,0 +1,146 @@
+"""The `cuda` back-end: CUDA C++ row kernels (csrc/cuda) for float32 and bfloat16 logits, compute capability 9 and 10.
+
+docs/kernels_gpu.md says how the kernels work and what they are modelled to cost.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from unirl.kernels.loss_spec import LossSpec
+from unirl.kernels.records import RowSoftmax, combine, record_width
+from unirl.kernels.token_losses import ENTROPY_WEIGHT, WEIGHT, TokenLosses
+
+FUSES_ROWS = True
+
+HOW_TO_BUILD = (
+    "the CUDA extension is not built; install the package where nvcc 12.8 or newer is on PATH "
+    "(UNIRL_CUDA=1 pip install --no-build-isolation .), or in a source tree run "
+    "`UNIRL_CUDA=1 python setup.py build_ext --inplace`"
+)
+CAPABILITIES = (9, 10)
+"""Major compute capabilities that the kernels are compiled for: Hopper, and Blackwell of data centres."""
+
+_LIBRARY = Path(__file__).with_name("_cuda.abi3.so")
+_DEVICE = "cuda"
+
+
+@cache
+def is_built() -> bool:
+    """Whether the extension is there; loads it on the first call."""
+    if not _LIBRARY.exists():
+        return False
+    torch.ops.load_library(_LIBRARY)
+    return True
+
+
+def refusal(logits: Tensor) -> str | None:
+    """Why this back-end cannot take `logits`; None where it can."""
+    if logits.device.type != _DEVICE or logits.dtype not in (torch.float32, torch.bfloat16):
+        return f"it takes float32 and bfloat16 logits on {_DEVICE}, found {logits.dtype} on {logits.device.type}"
+    if not is_built():
+        return HOW_TO_BUILD
+    if _DEVICE == "cuda" and torch.cuda.get_device_capability(logits.device)[0] not in CAPABILITIES:
+        major, minor = torch.cuda.get_device_capability(logits.device)
+        name = torch.cuda.get_device_name(logits.device)
+        return f"it needs compute capability 9.x or 10.x, and {name} has {major}.{minor}: use backend='triton'"
+    return None
+
+
+def supports(logits: Tensor) -> bool:
+    """float32 and bfloat16 on a Hopper or Blackwell GPU, where the extension is built."""
+    return refusal(logits) is None
+
+
+def row_records(
+    logits: Tensor, local_targets: Tensor, columns: int, temperature: float, *, with_entropy: bool
+) -> Tensor:
+    """As `reference.row_records`; reads the logits once."""
+    record = _doubles(logits, record_width(with_entropy))
+    _call(torch.ops.unirl_cuda.row_records, logits, local_targets, columns, temperature, record)
+    return record
+
+
+def write_gradient(
+    logits: Tensor,
+    local_targets: Tensor,
+    columns: int,
+    temperature: float,
+    softmax: RowSoftmax,
+    grad_logp: Tensor,
+    grad_entropy: Tensor | None,
+) -> None:
+    """As `reference.write_gradient`; reads the logits once and writes them once."""
+    entropy = softmax.peak if softmax.entropy is None else softmax.entropy
+    grad_entropy = torch.zeros_like(grad_logp) if grad_entropy is None else grad_entropy
+    rows = torch.stack([softmax.peak, softmax.total, entropy, grad_logp.double(), grad_entropy.double()])
+    _call(torch.ops.unirl_cuda.write_gradient, logits, local_targets, columns, temperature, rows)
+
+
+def token_losses(spec: LossSpec, logp: Tensor, terms: Tensor) -> TokenLosses:
+    """As `reference.token_losses`."""
+    result = _doubles(logp, 4)
+    _call(torch.ops.unirl_cuda.token_losses, spec.kind, spec.constants, torch.stack([logp, *terms[:3]]), result)
+    return _losses(result)
+
+
+def policy_rows(
+    logits: Tensor,
+    local_targets: Tensor,
+    columns: int,
+    temperature: float,
+    spec: LossSpec,
+    terms: Tensor,
+    *,
+    with_entropy: bool,
+) -> tuple[Tensor, TokenLosses]:
+    """As `cpu.policy_rows`: each row stays in the shared memory of a thread-block cluster between its statistics and
+
+    its gradient, so the logits are read once and written once. A row too large for that (454,000 columns of float32,
+    908,000 of bfloat16) goes through three passes.
+    """
+    if not torch.ops.unirl_cuda.row_fits(columns, logits.dtype == torch.bfloat16):
+        return _three_passes(logits, local_targets, columns, temperature, spec, terms, with_entropy)
+    record, result = _doubles(logits, record_width(with_entropy)), _doubles(logits, 4)
+    arguments = (logits, local_targets, columns, temperature, spec.kind, spec.constants, terms, record, result)
+    _call(torch.ops.unirl_cuda.policy_rows, *arguments)
+    return record, _losses(result)
+
+
+def _three_passes(
+    logits: Tensor,
+    local_targets: Tensor,
+    columns: int,
+    temperature: float,
+    spec: LossSpec,
+    terms: Tensor,
+    with_entropy: bool,
+) -> tuple[Tensor, TokenLosses]:
+    record = row_records(logits, local_targets, columns, temperature, with_entropy=with_entropy)
+    logp, softmax = combine(record[None], local_targets.clamp(min=0), max(columns, 1), temperature)
+    losses = token_losses(spec, logp.float().double(), terms)
+    grad_entropy = torch.where(logp.isfinite(), -terms[ENTROPY_WEIGHT], 0.0) if with_entropy else None
+    write_gradient(logits, local_targets, columns, temperature, softmax, terms[WEIGHT] * losses.slope, grad_entropy)
+    return record, losses
+
+
+def _doubles(like: Tensor, words: int) -> Tensor:
+    return torch.empty((words, like.shape[0]), dtype=torch.float64, device=like.device)
+
+
+def _call(operator: Callable[..., None], *arguments: object) -> None:
+    """On the current stream of the device that the tensors are on."""
+    device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
+    if device.type != "cuda":  # the emulation, which has no streams
+        operator(*arguments, 0)
+        return
+    with torch.cuda.device(device):
+        operator(*arguments, torch.cuda.current_stream().cuda_stream)
+
+
+def _losses(result: Tensor) -> TokenLosses:
+    flags = result[3].to(torch.int64)
+    return TokenLosses(*result[:3], *((flags & bit) != 0 for bit in (1, 2, 4)))
