@@ -1,13 +1,18 @@
 // torch operators unirl_cuda::*, on torch's stable ABI; no CUDA header is needed, so this builds against any torch.
 // The caller makes the tensors' device current and says on which of its streams to run.
 //
-// Built with UNIRL_EMULATED, the same operators take CPU tensors (csrc/emulation).
+// The emulation (csrc/emulation) has the same operators for CPU tensors, under another name.
 #include <torch/csrc/stable/library.h>
 
 #include <vector>
 
 #include "../common/torch_tasks.h"
 #include "rows.h"
+
+#if !defined(UNIRL_OPERATORS)
+#define UNIRL_OPERATORS unirl_cuda
+#define UNIRL_DEVICE_KEY CUDA
+#endif
 
 namespace {
 
@@ -33,11 +38,17 @@ void policy_rows(Tensor logits, Tensor targets, int64_t columns, double temperat
   unirl::cuda::policy_rows(unirl::policy_task(rows, kind, constants, terms, result), handle(stream));
 }
 
+void scale_gradient(Tensor logits, Tensor factor, int64_t stream) {
+  STD_TORCH_CHECK(factor.numel() == 1 && factor.scalar_type() == unirl::ScalarType::Float, "factor must be one float32");
+  const auto shape = unirl::logits_of(logits, logits.size(1));
+  unirl::cuda::scale_gradient(shape, static_cast<const float*>(factor.data_ptr()), handle(stream));
+}
+
 bool row_fits(int64_t columns, bool bfloat16) { return unirl::cuda::row_fits(columns, bfloat16); }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(unirl_cuda, m) {
+STABLE_TORCH_LIBRARY(UNIRL_OPERATORS, m) {
   m.def("row_records(Tensor logits, Tensor targets, int columns, float temperature, Tensor(a!) record, int stream) "
         "-> ()");
   m.def("write_gradient(Tensor(a!) logits, Tensor targets, int columns, float temperature, Tensor rows, int stream) "
@@ -45,18 +56,16 @@ STABLE_TORCH_LIBRARY(unirl_cuda, m) {
   m.def("token_losses(int kind, float[] constants, Tensor terms, Tensor(a!) result, int stream) -> ()");
   m.def("policy_rows(Tensor(a!) logits, Tensor targets, int columns, float temperature, int kind, float[] constants, "
         "Tensor terms, Tensor(b!) record, Tensor(c!) result, int stream) -> ()");
+  m.def("scale_gradient(Tensor(a!) logits, Tensor factor, int stream) -> ()");
   m.def("row_fits(int columns, bool bfloat16) -> bool");
 }
 
-#if defined(UNIRL_EMULATED)
-STABLE_TORCH_LIBRARY_IMPL(unirl_cuda, CPU, m) {
-#else
-STABLE_TORCH_LIBRARY_IMPL(unirl_cuda, CUDA, m) {
-#endif
+STABLE_TORCH_LIBRARY_IMPL(UNIRL_OPERATORS, UNIRL_DEVICE_KEY, m) {
   m.impl("row_records", TORCH_BOX(&row_records));
   m.impl("write_gradient", TORCH_BOX(&write_gradient));
   m.impl("token_losses", TORCH_BOX(&token_losses));
   m.impl("policy_rows", TORCH_BOX(&policy_rows));
+  m.impl("scale_gradient", TORCH_BOX(&scale_gradient));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(unirl_cuda, CompositeExplicitAutograd, m) { m.impl("row_fits", TORCH_BOX(&row_fits)); }
+STABLE_TORCH_LIBRARY_IMPL(UNIRL_OPERATORS, CompositeExplicitAutograd, m) { m.impl("row_fits", TORCH_BOX(&row_fits)); }

@@ -6,6 +6,7 @@
 #include "gradient_kernel.h"
 #include "policy_kernel.h"
 #include "record_kernel.h"
+#include "scale_kernel.h"
 #include "token_kernel.h"
 
 namespace unirl {
@@ -109,6 +110,13 @@ void policy_rows(const PolicyTask& task, StreamHandle stream) {
   if (task.record.logits.rows == 0) return;
   task.record.logits.bfloat16 ? policy_rows_of<uint16_t>(task, stream_of(stream))
                               : policy_rows_of<float>(task, stream_of(stream));
+}
+
+void scale_gradient(const Logits& logits, const float* factor, StreamHandle stream) {
+  const ScaleArgs args = {logits, factor};
+  const int64_t blocks = logits.rows < kManyBlocks ? logits.rows : kManyBlocks;
+  logits.bfloat16 ? simt::launch<ScaleKernel<uint16_t>>(blocks, 1, 0, stream_of(stream), args)
+                  : simt::launch<ScaleKernel<float>>(blocks, 1, 0, stream_of(stream), args);
 }
 
 bool row_fits(int64_t columns, bool bfloat16) {

@@ -14,6 +14,9 @@ void gradient_rows(const GradientTask& task, StreamHandle stream);
 void token_losses(const TokenTask& task, StreamHandle stream);
 void policy_rows(const PolicyTask& task, StreamHandle stream);
 
+// Multiplies logits that hold their gradient, padding included, by *factor of the device.
+void scale_gradient(const Logits& logits, const float* factor, StreamHandle stream);
+
 // Whether a row of this many columns fits the shared memory of a cluster, as policy_rows needs.
 bool row_fits(int64_t columns, bool bfloat16);
 

@@ -4,8 +4,10 @@ docs/kernels_gpu.md says how the kernels work and what they are modelled to cost
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,20 @@ from torch import Tensor
 from unirl.kernels.loss_spec import LossSpec
 from unirl.kernels.records import RowSoftmax, combine, record_width
 from unirl.kernels.token_losses import ENTROPY_WEIGHT, WEIGHT, TokenLosses
+
+__all__ = [
+    "FUSES_ROWS",
+    "HOW_TO_BUILD",
+    "combine",
+    "is_built",
+    "obstacle",
+    "policy_rows",
+    "row_records",
+    "scale_gradient",
+    "supports",
+    "token_losses",
+    "write_gradient",
+]
 
 FUSES_ROWS = True
 
@@ -25,7 +41,20 @@ CAPABILITIES = (9, 10)
 """Major compute capabilities that the kernels are compiled for: Hopper, and Blackwell of data centres."""
 
 _LIBRARY = Path(__file__).with_name("_cuda.abi3.so")
-_DEVICE = "cuda"
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Whose operators run, on tensors of which device: the GPU's, or the emulation's on the CPU."""
+
+    device: str = "cuda"
+    operators: str = "unirl_cuda"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return getattr(getattr(torch.ops, self.operators), name)
+
+
+_target = _Target()
 
 
 @cache
@@ -37,22 +66,24 @@ def is_built() -> bool:
     return True
 
 
-def refusal(logits: Tensor) -> str | None:
-    """Why this back-end cannot take `logits`; None where it can."""
-    if logits.device.type != _DEVICE or logits.dtype not in (torch.float32, torch.bfloat16):
-        return f"it takes float32 and bfloat16 logits on {_DEVICE}, found {logits.dtype} on {logits.device.type}"
+def obstacle() -> str | None:
+    """Why this back-end cannot run on this machine; None where it can."""
+    if _target.device == "cpu":
+        return None
     if not is_built():
         return HOW_TO_BUILD
-    if _DEVICE == "cuda" and torch.cuda.get_device_capability(logits.device)[0] not in CAPABILITIES:
-        major, minor = torch.cuda.get_device_capability(logits.device)
-        name = torch.cuda.get_device_name(logits.device)
+    if not torch.cuda.is_available():
+        return "it needs a CUDA device, and torch finds none"
+    major, minor = torch.cuda.get_device_capability()
+    if major not in CAPABILITIES:
+        name = torch.cuda.get_device_name()
         return f"it needs compute capability 9.x or 10.x, and {name} has {major}.{minor}: use backend='triton'"
     return None
 
 
 def supports(logits: Tensor) -> bool:
-    """float32 and bfloat16 on a Hopper or Blackwell GPU, where the extension is built."""
-    return refusal(logits) is None
+    """float32 and bfloat16 on the GPU."""
+    return logits.device.type == _target.device and logits.dtype in (torch.float32, torch.bfloat16)
 
 
 def row_records(
@@ -60,7 +91,7 @@ def row_records(
 ) -> Tensor:
     """As `reference.row_records`; reads the logits once."""
     record = _doubles(logits, record_width(with_entropy))
-    _call(torch.ops.unirl_cuda.row_records, logits, local_targets, columns, temperature, record)
+    _call(_target.row_records, logits, local_targets, columns, temperature, record)
     return record
 
 
@@ -77,13 +108,18 @@ def write_gradient(
     entropy = softmax.peak if softmax.entropy is None else softmax.entropy
     grad_entropy = torch.zeros_like(grad_logp) if grad_entropy is None else grad_entropy
     rows = torch.stack([softmax.peak, softmax.total, entropy, grad_logp.double(), grad_entropy.double()])
-    _call(torch.ops.unirl_cuda.write_gradient, logits, local_targets, columns, temperature, rows)
+    _call(_target.write_gradient, logits, local_targets, columns, temperature, rows)
+
+
+def scale_gradient(logits: Tensor, factor: Tensor) -> None:
+    """As `reference.scale_gradient`, without waiting for the GPU to tell the factor."""
+    _call(_target.scale_gradient, logits, factor.float())
 
 
 def token_losses(spec: LossSpec, logp: Tensor, terms: Tensor) -> TokenLosses:
     """As `reference.token_losses`."""
     result = _doubles(logp, 4)
-    _call(torch.ops.unirl_cuda.token_losses, spec.kind, spec.constants, torch.stack([logp, *terms[:3]]), result)
+    _call(_target.token_losses, spec.kind, spec.constants, torch.stack([logp, *terms[:3]]), result)
     return _losses(result)
 
 
@@ -102,11 +138,11 @@ def policy_rows(
     its gradient, so the logits are read once and written once. A row too large for that (454,000 columns of float32,
     908,000 of bfloat16) goes through three passes.
     """
-    if not torch.ops.unirl_cuda.row_fits(columns, logits.dtype == torch.bfloat16):
+    if not _target.row_fits(columns, logits.dtype == torch.bfloat16):
         return _three_passes(logits, local_targets, columns, temperature, spec, terms, with_entropy)
     record, result = _doubles(logits, record_width(with_entropy)), _doubles(logits, 4)
     arguments = (logits, local_targets, columns, temperature, spec.kind, spec.constants, terms, record, result)
-    _call(torch.ops.unirl_cuda.policy_rows, *arguments)
+    _call(_target.policy_rows, *arguments)
     return record, _losses(result)
 
 
