@@ -86,7 +86,7 @@ struct PolicyKernel {
     const int64_t step = simt::blocks() / args.cluster;
     while (index < logits.rows && args.record.targets[index] == kUnread) {
       write_zeros(row_of<Element>(logits, index), logits.width, rank, args.cluster);
-      if (rank == 0 && simt::thread() == 0) finish(index, LaneSums().record(scale, 1.0, kUnread, 0.0f));
+      if (rank == 0 && simt::thread() == 0) leave_out(index);
       index += step;
     }
     const int64_t at = index < logits.rows ? index : 0;
@@ -129,21 +129,24 @@ struct PolicyKernel {
     return merge_cluster(sums, scale, shared.exchange, turn, rank, args.cluster);
   }
 
-  // From the record of a row to what its gradient needs, and to its results.
-  UNIRL_DEVICE PolicyRow finish(int64_t index, const RowRecord& record) const {
+  // Thread 0 of the first block.
+  UNIRL_DEVICE void write(int64_t index, const RowRecord& record, const TokenLoss& token) const {
     const int64_t rows = args.record.logits.rows;
-    const PolicyRow policy = policy_row(args.loss, record, args.record.temperature, args.terms + index, rows);
-    if (rank == 0) {
-      write_record(record, args.record.record + index, rows, args.record.with_shift);
-      write_result(policy.token, args.result + index, rows);
-    }
-    return policy;
+    write_record(record, args.record.record + index, rows, args.record.with_shift);
+    write_result(token, args.result + index, rows);
+  }
+  UNIRL_DEVICE void leave_out(int64_t index) const {
+    write(index, {-INFINITY, 0.0, -INFINITY, 0.0}, {1.0, 0.0, 0.0, false, false, false});
   }
 
+  // Every block computes what its gradient needs.
   UNIRL_DEVICE void settle(const Row& row, const LaneSums& sums, float own) const {
     if (simt::thread() == 0) {
       const RowRecord record = sums.record(scale, args.record.temperature, row.target, own);
-      shared.coefficients.set(finish(row.index, record).gradient, row.target, own);
+      const PolicyRow policy = policy_row(args.loss, record, args.record.temperature, args.terms + row.index,
+                                          args.record.logits.rows);
+      if (rank == 0) write(row.index, record, policy.token);
+      shared.coefficients.set(policy.gradient, row.target, own);
     }
     simt::block_barrier();
   }

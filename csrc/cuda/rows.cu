@@ -14,7 +14,7 @@ namespace cuda {
 namespace {
 
 // Blocks that keep a large device busy for a few turns: more of them are not made for their own sake.
-constexpr int64_t kManyBlocks = 2048;
+constexpr int64_t kManyBlocks = 4096;
 // A block that has less than this to do is mostly its own start.
 constexpr int64_t kLeastVectors = 4 * simt::kThreads;
 // Shared memory of a block where three, two or one of them share a multiprocessor of 228 KiB, 1 KiB of each reserved.

@@ -4,6 +4,9 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include <array>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -157,12 +160,18 @@ void launch(int64_t grid, int cluster, int shared_bytes, Stream stream, const ty
   check(cudaLaunchKernelEx(&config, entry<Kernel>, args), Kernel::kName);
 }
 
-// Clusters of this size that the device holds at a time.
+// Clusters of this size that the current device holds at a time; the driver is asked once.
 template <class Kernel>
 int resident_clusters(int cluster, int shared_bytes) {
+  static std::mutex lock;
+  static std::map<std::array<int, 3>, int> known;
+  int device = 0;
+  check(cudaGetDevice(&device), Kernel::kName);
+  const std::lock_guard<std::mutex> guard(lock);
+  int& clusters = known[{device, cluster, shared_bytes}];
+  if (clusters > 0) return clusters;
   cudaLaunchAttribute attribute = {};
   const auto config = configuration<Kernel>(cluster, cluster, shared_bytes, nullptr, attribute);
-  int clusters = 0;
   check(cudaOccupancyMaxActiveClusters(&clusters, entry<Kernel>, &config), Kernel::kName);
   if (clusters == 0) throw std::runtime_error(std::string(Kernel::kName) + ": does not fit on this device");
   return clusters;

@@ -49,7 +49,18 @@ def compile_shared(sources: list[str], output: Path, *flags: str) -> None:
     torch_root = Path(torch.__file__).parent
     command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O2", "-g0", "-fPIC", "-shared", "-ffp-contract=fast"]
     command += [f"-DUNIRL_OPERATORS={OPERATORS}", "-DUNIRL_DEVICE_KEY=CPU", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-    command += ["-Wall", "-Werror", "-isystem", str(torch_root / "include"), *flags, "-x", "c++", *sources, "-x", "none"]
+    command += [
+        "-Wall",
+        "-Werror",
+        "-isystem",
+        str(torch_root / "include"),
+        *flags,
+        "-x",
+        "c++",
+        *sources,
+        "-x",
+        "none",
+    ]
     command += [f"-L{torch_root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(output)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"the emulated CUDA kernels do not compile:\n{done.stderr[-4000:]}"
