@@ -30,7 +30,7 @@ ISA_FLAGS = {
     "rows_avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma"],
 }
 # Machine code for Hopper and for data-centre Blackwell, and an intermediate form for later chips of its family.
-CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+CUDA_FLAGS = ["--options-file", "csrc/cuda/nvcc.options", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 for code in ("arch=compute_90a,code=sm_90a", "arch=compute_100a,code=sm_100a", "arch=compute_100,code=compute_100"):
     CUDA_FLAGS += ["-gencode", code]
 

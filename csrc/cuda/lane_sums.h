@@ -27,7 +27,7 @@ struct LaneSums {
   UNIRL_DEVICE void raise(float to, const DeviceScale& scale) {
     const float step = scale.shift(max, finite_base(to));
     const float factor = scale.exp(step);
-    shift = factor * (shift + sum * step);
+    shift = factor * simt::fused(sum, step, shift);
     sum = factor * sum;
     max = to;
   }
@@ -45,7 +45,7 @@ struct LaneSums {
       const float d = scale.shift(x[i], base);
       const float e = scale.exp(d);
       sums[i % kChains] += e;
-      shifts[i % kChains] += e * d;
+      shifts[i % kChains] = simt::fused(e, d, shifts[i % kChains]);
     }
     sum += (sums[0] + sums[1]) + (sums[2] + sums[3]);
     shift += (shifts[0] + shifts[1]) + (shifts[2] + shifts[3]);
@@ -107,28 +107,33 @@ UNIRL_DEVICE LaneSums merge_cluster(LaneSums sums, const DeviceScale& scale, Exc
   return sums;
 }
 
-// Adds vectors [range) of `load(v)` to the sums, kUnroll at a time and thread; lanes past the end add nothing.
-template <class Element, int kUnroll, bool kWhole, class Load>
+// Vectors that a thread adds at a time. All kernels add in the same order, so a row has one log-prob, bit for bit, in
+// each of them (nvcc.options forbids the compiler to fuse on its own): threads take groups of kGroup vectors in turn, edge columns come first, then warps, blocks, cluster.
+constexpr int kGroup = 4;
+constexpr int kGroupVectors = kGroup * simt::kThreads;
+
+// One group from vector `at` of this thread on; lanes past the end add nothing.
+template <class Element, bool kWhole, class Load>
 UNIRL_DEVICE void add_group(int at, int last, const Load& load, const DeviceScale& scale, LaneSums& sums) {
   constexpr int kPer = Codec<Element>::kPer;
   constexpr uint32_t kNothing = Codec<Element>::kNothing;
   const Words nothing = {{kNothing, kNothing, kNothing, kNothing}};
-  Words words[kUnroll];
-  for (int u = 0; u < kUnroll; ++u) {
+  Words words[kGroup];
+  for (int u = 0; u < kGroup; ++u) {
     const int v = at + u * simt::kThreads;
     words[u] = kWhole || v < last ? load(v) : nothing;
   }
-  float x[kUnroll * kPer];
-  for (int u = 0; u < kUnroll; ++u) Codec<Element>::unpack(words[u], x + u * kPer);
+  float x[kGroup * kPer];
+  for (int u = 0; u < kGroup; ++u) Codec<Element>::unpack(words[u], x + u * kPer);
   sums.add(x, scale);
 }
 
-template <class Element, int kUnroll, class Load>
+template <class Element, class Load>
 UNIRL_DEVICE void add_vectors(Range range, const Load& load, const DeviceScale& scale, LaneSums& sums) {
   int first = range.first;
-  for (; first + kUnroll * simt::kThreads <= range.last; first += kUnroll * simt::kThreads)
-    add_group<Element, kUnroll, true>(first + simt::thread(), range.last, load, scale, sums);
-  if (first < range.last) add_group<Element, kUnroll, false>(first + simt::thread(), range.last, load, scale, sums);
+  for (; first + kGroupVectors <= range.last; first += kGroupVectors)
+    add_group<Element, true>(first + simt::thread(), range.last, load, scale, sums);
+  if (first < range.last) add_group<Element, false>(first + simt::thread(), range.last, load, scale, sums);
 }
 
 UNIRL_DEVICE void add_one(float x, const DeviceScale& scale, LaneSums& sums) {
@@ -151,7 +156,7 @@ struct Coefficients {
   }
   UNIRL_DEVICE float of(float x, const DeviceScale& scale) const {
     const float d = scale.shift(x, peak);
-    return scale.exp(d) * (d * b + a);
+    return scale.exp(d) * simt::fused(d, b, a);
   }
   template <class Element>
   UNIRL_DEVICE Words of(const Words& words, const DeviceScale& scale) const {

@@ -25,8 +25,7 @@ struct PolicyKernel {
   using Args = PolicyArgs;
   static constexpr const char* kName = "policy_rows";
   static constexpr int kBlocksPerSm = 3;
-  static constexpr int kUnroll = 4;
-  static constexpr int kChunk = kUnroll * simt::kThreads;  // vectors
+  static constexpr int kChunk = kGroupVectors;
   static constexpr int kMaxChunks = (227 * 1024 / 16 + kChunk - 1) / kChunk;
 
   struct Shared {
@@ -124,7 +123,7 @@ struct PolicyKernel {
     if (has_edge(row)) add_one(edge, scale, sums);
     for (int c = 0; c < chunks; ++c) {
       shared.loaded[c].wait(turn % 2);
-      add_vectors<Element, kUnroll>(chunk_of(row, c), [&](int v) { return held(row, v); }, scale, sums);
+      add_vectors<Element>(chunk_of(row, c), [&](int v) { return held(row, v); }, scale, sums);
     }
     return merge_cluster(sums, scale, shared.exchange, turn, rank, args.cluster);
   }

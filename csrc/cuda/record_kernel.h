@@ -1,5 +1,5 @@
-// The first of the three passes: each row of logits to its record. A cluster of blocks shares a row, so that few rows
-// fill the chip, too.
+// The first of the three passes: each row of logits to its record. A cluster of blocks shares a row, as many as in the
+// single-read kernel whatever the number of rows: a row's record is then the same, bit for bit, in every batch.
 #pragma once
 
 #include "lane_sums.h"
@@ -17,7 +17,6 @@ struct RecordKernel {
   using Args = RecordArgs;
   static constexpr const char* kName = "row_records";
   static constexpr int kBlocksPerSm = 5;
-  static constexpr int kUnroll = 16 / Codec<Element>::kPer * 2;  // 32 elements a thread
 
   const Args& args;
 
@@ -44,11 +43,11 @@ struct RecordKernel {
   UNIRL_DEVICE LaneSums sums_of_share(int64_t row, int rank, const DeviceScale& scale) const {
     const Span<Element> span(row_of<Element>(args.task.logits, row), args.task.logits.columns);
     LaneSums sums;
-    add_vectors<Element, kUnroll>(
-        share_of(span.vectors, rank, args.cluster), [&](int v) { return simt::read_once(span.vector(v)); }, scale,
-        sums);
     if (rank == 0 && simt::thread() < span.edges())
       add_one(Codec<Element>::load(span.data + span.edge_column(simt::thread())), scale, sums);
+    add_vectors<Element>(
+        share_of(span.vectors, rank, args.cluster), [&](int v) { return simt::read_once(span.vector(v)); }, scale,
+        sums);
     return sums;
   }
 };

@@ -13,45 +13,28 @@ namespace unirl {
 namespace cuda {
 namespace {
 
-// Blocks that keep a large device busy for a few turns: more of them are not made for their own sake.
+// Blocks of write_gradient that keep a large device busy for a few turns, and the least that one is worth starting for.
 constexpr int64_t kManyBlocks = 4096;
-// A block that has less than this to do is mostly its own start.
 constexpr int64_t kLeastVectors = 4 * simt::kThreads;
 // Shared memory of a block where three, two or one of them share a multiprocessor of 228 KiB, 1 KiB of each reserved.
 constexpr int kRooms[] = {228 * 1024 / 3 - 1024, 228 * 1024 / 2 - 1024, 227 * 1024};
-// Fewer blocks than this leave multiprocessors of a large device idle.
-constexpr int64_t kFewBlocks = 264;
 
 simt::Stream stream_of(StreamHandle handle) { return static_cast<simt::Stream>(handle); }
 
-int64_t vectors_of(const Logits& logits) { return logits.columns * (logits.bfloat16 ? 2 : 4) / 16; }
-
-// Blocks for a row, a power of two up to `most`: more while there are few rows and enough in each.
-int64_t split(const Logits& logits, int64_t most) {
+// Blocks of write_gradient for a row, a power of two: more while there are few rows and enough in each.
+int64_t parts_of(const Logits& logits) {
+  const int64_t vectors = logits.columns * (logits.bfloat16 ? 2 : 4) / static_cast<int64_t>(sizeof(Words));
   int64_t parts = 1;
-  while (2 * parts <= most && logits.rows * parts < kManyBlocks && vectors_of(logits) >= 2 * parts * kLeastVectors)
-    parts *= 2;
+  while (logits.rows * parts < kManyBlocks && vectors >= 2 * parts * kLeastVectors) parts *= 2;
   return parts;
 }
 
-template <class Element>
-void record_rows_of(const RecordTask& task, simt::Stream stream) {
-  const int cluster = static_cast<int>(split(task.logits, kMaxCluster));
-  const RecordArgs args = {task, ExponentScale(task.temperature), cluster};
-  simt::launch<RecordKernel<Element>>(task.logits.rows * cluster, cluster, sizeof(Exchange), stream, args);
-}
-
-template <class Element>
-void gradient_rows_of(const GradientTask& task, simt::Stream stream) {
-  const int parts = static_cast<int>(split(task.logits, 64));
-  const GradientArgs args = {task, ExponentScale(task.temperature), parts};
-  simt::launch<GradientKernel<Element>>(task.logits.rows * parts, 1, sizeof(Coefficients), stream, args);
-}
-
+// How a row lies in the shared memory of a cluster.
 struct Room {
-  int cluster = 0;  // 0: nothing holds such a row
-  int vectors = 0;
-  int shared_bytes = 0;
+  int cluster;
+  int vectors;
+  int shared_bytes;
+  bool fits;
 };
 
 template <class Element>
@@ -59,28 +42,41 @@ Room room_in(int64_t columns, int cluster, int limit) {
   const int64_t vectors = columns / Codec<Element>::kPer;
   const int64_t share = vectors == 0 ? 1 : (vectors + cluster - 1) / cluster;
   const int64_t bytes = PolicyKernel<Element>::kControlBytes + share * static_cast<int64_t>(sizeof(Words));
-  if (bytes > limit) return {};
-  return {cluster, static_cast<int>(share), static_cast<int>(bytes)};
+  return {cluster, static_cast<int>(share), static_cast<int>(bytes), bytes <= limit};
 }
 
-// The smallest cluster that leaves room for three blocks on a multiprocessor, else for two, else for one.
+// The smallest cluster that leaves room for three blocks on a multiprocessor, else for two, else for one; the largest
+// where none holds such a row. It depends on nothing but the columns, and so does the order of additions.
 template <class Element>
-Room room_for(int64_t columns, int64_t rows) {
+Room room_for(int64_t columns) {
   for (const int limit : kRooms) {
     for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
       const Room room = room_in<Element>(columns, cluster, limit);
-      const bool idle = rows * cluster < kFewBlocks && cluster < kMaxCluster && room.vectors > kLeastVectors;
-      if (room.cluster > 0 && !idle) return room;
+      if (room.fits) return room;
     }
   }
-  return {};
+  return room_in<Element>(columns, kMaxCluster, 0);
+}
+
+template <class Element>
+void record_rows_of(const RecordTask& task, simt::Stream stream) {
+  const int cluster = room_for<Element>(task.logits.columns).cluster;
+  const RecordArgs args = {task, ExponentScale(task.temperature), cluster};
+  simt::launch<RecordKernel<Element>>(task.logits.rows * cluster, cluster, sizeof(Exchange), stream, args);
+}
+
+template <class Element>
+void gradient_rows_of(const GradientTask& task, simt::Stream stream) {
+  const int parts = static_cast<int>(parts_of(task.logits));
+  const GradientArgs args = {task, ExponentScale(task.temperature), parts};
+  simt::launch<GradientKernel<Element>>(task.logits.rows * parts, 1, sizeof(Coefficients), stream, args);
 }
 
 template <class Element>
 void policy_rows_of(const PolicyTask& task, simt::Stream stream) {
   const Logits& logits = task.record.logits;
-  const Room room = room_for<Element>(logits.columns, logits.rows);
-  if (room.cluster == 0) throw std::runtime_error("policy_rows: a row is larger than a cluster's shared memory");
+  const Room room = room_for<Element>(logits.columns);
+  if (!room.fits) throw std::runtime_error("policy_rows: a row is larger than a cluster's shared memory");
   const PolicyArgs args = {task.record, loss_of(task.loss), task.terms,  task.result,
                            ExponentScale(task.record.temperature), room.cluster, room.vectors};
   const int64_t resident = simt::resident_clusters<PolicyKernel<Element>>(room.cluster, room.shared_bytes);
@@ -120,7 +116,7 @@ void scale_gradient(const Logits& logits, const float* factor, StreamHandle stre
 }
 
 bool row_fits(int64_t columns, bool bfloat16) {
-  return (bfloat16 ? room_for<uint16_t>(columns, 1) : room_for<float>(columns, 1)).cluster > 0;
+  return (bfloat16 ? room_for<uint16_t>(columns) : room_for<float>(columns)).fits;
 }
 
 }  // namespace cuda

@@ -6,6 +6,7 @@
 //   block_barrier, cluster_barrier        of all threads; the second also publishes writes into other blocks
 //   shuffle_xor                           the value of another lane of the warp, all lanes converged
 //   exp2_fast, max_keep_nan, max_drop_nan exp2 flushes subnormal results to 0; the maxima differ in what a NaN does
+//   fused                                 a * b + c, rounded once
 //   read_once, write_once                 16 bytes of global memory that nobody needs again
 //   LoadBarrier, bulk_load, bulk_store    asynchronous copies between global and shared memory, multiples of 16 bytes
 //   launch, resident_clusters             from the host

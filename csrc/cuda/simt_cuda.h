@@ -51,6 +51,7 @@ UNIRL_DEVICE float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+UNIRL_DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 UNIRL_DEVICE float max_keep_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));

@@ -125,6 +125,7 @@ inline float exp2_fast(float x) {
   const float y = std::exp2(x);
   return y < 1.17549435e-38f ? 0.0f : y;  // a NaN stays
 }
+inline float fused(float a, float b, float c) { return std::fma(a, b, c); }
 inline float max_keep_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
 inline float max_drop_nan(float a, float b) { return std::fmax(a, b); }
 inline uint32_t bfloat16_bits(float value) {

@@ -47,7 +47,7 @@ def library() -> Path:
 def compile_shared(sources: list[str], output: Path, *flags: str) -> None:
     """g++, or what CXX names, against the torch that is installed."""
     torch_root = Path(torch.__file__).parent
-    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O2", "-g0", "-fPIC", "-shared", "-ffp-contract=fast"]
+    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O2", "-g0", "-fPIC", "-shared", "-ffp-contract=off"]
     command += [f"-DUNIRL_OPERATORS={OPERATORS}", "-DUNIRL_DEVICE_KEY=CPU", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
     command += [
         "-Wall",
