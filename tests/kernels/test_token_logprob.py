@@ -172,7 +172,7 @@ def test_a_row_does_not_depend_on_its_batch_nor_on_the_entropy(backend):
     logits, targets = torch.randn(8, 4099), torch.randint(4099, (8,))
     whole, _ = token_logprob(logits, targets, temperature=0.6, with_entropy=True, backend=backend)
     rows = [token_logprob(logits[i : i + 1], targets[i : i + 1], temperature=0.6, backend=backend)[0] for i in range(8)]
-    if backend == "cpu":
+    if backend in ("cpu", "triton"):
         assert torch.equal(whole, torch.cat(rows))
     else:  # torch's own reductions may differ in the last place with the shape
         torch.testing.assert_close(whole, torch.cat(rows), rtol=2e-7, atol=0)

@@ -88,13 +88,12 @@ def compile_kernels(arch: str) -> dict[str, Compiled]:
     return {variant.name: _compile(variant, arch) for variant in variants(arch)}
 
 
-def write_cubins(arch: str, folder: Path) -> dict[str, Path]:
-    """Compiles for `arch` and writes `folder`/NAME.cubin; returns the files by name."""
+def write_cubins(kernels: dict[str, Compiled], folder: Path) -> dict[str, Path]:
+    """Writes `folder`/NAME.cubin for each of `kernels`; returns the files by name."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {}
-    for name, compiled in compile_kernels(arch).items():
-        files[name] = folder / f"{name}.cubin"
-        files[name].write_bytes(compiled.cubin)
+    files = {name: folder / f"{name}.cubin" for name in kernels}
+    for name, file in files.items():
+        file.write_bytes(kernels[name].cubin)
     return files
 
 

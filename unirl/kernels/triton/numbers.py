@@ -15,7 +15,7 @@ def two_floats(value: float) -> tuple[float, float]:
 class ExponentScale(NamedTuple):
     """log2(e) / temperature as a sum of two float32, both >= 0.
 
-    lowest: a shift of a logit at which its exponential is 0 in float32.
+    lowest: a shift of a logit at which its exponential is 0 in float32, whose smallest number is 2^-149.
     """
 
     high: float
@@ -26,6 +26,6 @@ class ExponentScale(NamedTuple):
     def of(temperature: float) -> "ExponentScale":
         scale = math.log2(math.e) / temperature
         high = np.float32(scale)
-        if high > scale:
+        if float(high) > scale:
             high = np.nextafter(high, np.float32(0))
-        return ExponentScale(float(high), float(np.float32(scale - float(high))), -127.0 / float(high))
+        return ExponentScale(float(high), float(np.float32(scale - float(high))), -152.0 / float(high))
