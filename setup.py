@@ -66,7 +66,9 @@ class BuildExtension(build_ext):
                 ) from error
         output = self.get_ext_fullpath(ext.name)
         if any(source.endswith(".cu") for source in ext.sources):
-            libraries = [f"-L{folder}" for folder in ext.library_dirs] + [f"-l{name}" for name in ext.libraries]
+            packaged = nvcc().parent.parent / "lib"  # where nvcc's Python packages have the runtime, unlike toolkits
+            libraries = [f"-L{folder}" for folder in (*ext.library_dirs, packaged)]
+            libraries += [f"-l{name}" for name in ext.libraries]
             self.mkpath(str(Path(output).parent))
             self.spawn([str(nvcc()), "-shared", "-cudart", "static", "-o", output, *objects, *libraries])
             return

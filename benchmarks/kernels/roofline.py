@@ -63,7 +63,7 @@ def main() -> None:
         }
         _print(backend, report)
         failures += [f"{backend}: {failure}" for failure in gates(report)]
-        baseline = BASELINES / f"{backend}-{version}.json"
+        baseline = BASELINES / f"{version}.json"
         if options.update:
             baseline.parent.mkdir(parents=True, exist_ok=True)
             baseline.write_text(json.dumps(report, indent=1) + "\n")

@@ -90,7 +90,7 @@ def _kernel(lines: list[str], registers: int, stack: int) -> Kernel:
             labels[label.group(1)] = len(ops)
         elif instruction := _INSTRUCTION.search(line):
             op, operands = instruction.groups()
-            if op == "BRA" and (target := _TARGET.search(operands)):
+            if op.split(".")[0] == "BRA" and (target := _TARGET.search(operands)):
                 jumps.append((len(ops), target.group(1)))
             ops.append(op)
     spans = {(labels[target], at) for at, target in jumps if labels[target] <= at}

@@ -43,7 +43,8 @@ def compile_cubin(source: Path, arch: str, output: Path) -> None:
 def run_host_program(source: Path, folder: Path, *arguments: str) -> str:
     """What the host part of a .cu file prints; needs no GPU as long as it launches nothing."""
     program = folder / source.stem
-    _run([tool("nvcc"), "--options-file", OPTIONS, "-arch=sm_90a", "-o", program, source])
+    packaged = tool("nvcc").parent.parent / "lib"  # where the Python packages have the runtime, unlike toolkits
+    _run([tool("nvcc"), "--options-file", OPTIONS, "-arch=sm_90a", "-o", program, source, f"-L{packaged}"])
     return _run([program, *arguments])
 
 

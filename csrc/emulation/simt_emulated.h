@@ -1,6 +1,7 @@
-// The primitives of csrc/cuda/simt.h on the CPU, for tests: every thread of a cluster is a fiber, barriers hand over to
-// the next one, in an order that changes from pass to pass. What the hardware leaves open is taken at its worst:
+// The primitives of csrc/cuda/simt.h on the CPU, for tests: every thread of a cluster is a fiber, and barriers hand
+// over to the next one. What the hardware leaves open is taken at its worst:
 //
+//   - threads run in a random order, and a block runs ahead of the others of its cluster as far as barriers let it;
 //   - shared memory starts as NaN, and so does the destination of a bulk load until its barrier is waited for;
 //   - a bulk store reads its source as late as the kernel allows, so that shared memory overwritten too early shows;
 //   - a barrier that not all threads reach, and stores that nobody waits for, end the program with a message.
@@ -228,18 +229,29 @@ inline void start_cluster(int cluster, int shared_bytes) {
   }
 }
 
-inline void run_cluster(int cluster) {
+// Lets the threads of one block run on for as long as they can, in random order.
+inline void run_block(std::vector<Fiber*>& live) {
   Machine& m = machine();
-  std::vector<Fiber*> live;
-  for (int i = 0; i < cluster * kThreads; ++i) live.push_back(m.fibers[i].get());
-  while (!live.empty()) {
-    const uint64_t before = m.progress;
+  for (uint64_t before = m.progress - 1; m.progress != before;) {
+    before = m.progress;
     std::shuffle(live.begin(), live.end(), m.random);
     for (Fiber* fiber : live) {
       m.now = fiber;
       swapcontext(&m.scheduler, &fiber->context);
     }
     live.erase(std::remove_if(live.begin(), live.end(), [](Fiber* f) { return f->done; }), live.end());
+  }
+}
+
+inline void run_cluster(int cluster) {
+  Machine& m = machine();
+  std::vector<std::vector<Fiber*>> blocks(cluster);
+  for (int i = 0; i < cluster * kThreads; ++i) blocks[i / kThreads].push_back(m.fibers[i].get());
+  while (!blocks.empty()) {
+    const uint64_t before = m.progress;
+    std::shuffle(blocks.begin(), blocks.end(), m.random);
+    for (auto& live : blocks) run_block(live);
+    blocks.erase(std::remove_if(blocks.begin(), blocks.end(), [](const auto& b) { return b.empty(); }), blocks.end());
     if (m.progress == before) fail("threads wait for each other for ever");
   }
 }
