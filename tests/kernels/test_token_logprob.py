@@ -69,7 +69,8 @@ def difficult_rows() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, targets
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+# at the last one, log2(e), log2(e) / temperature is 1 exactly
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3, 1.4426950408889634])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_and_infinite_logits(backend, dtype, temperature):
     logits, targets = difficult_rows()

@@ -7,6 +7,7 @@ import torch
 
 from unirl.algorithms import (
     Denominators,
+    Metric,
     PolicyAlgorithm,
     count_denominators,
     merge_metrics,
@@ -16,7 +17,8 @@ from unirl.algorithms import (
 from unirl.config.schema import StackConfig
 from unirl.train.critic import CriticTrainer, StepResult, critic_metrics
 from unirl.train.log_prob_pass import LogProbPolicy, token_log_probs
-from unirl.train.packing import MicroBatch, plan_micro_batches
+from unirl.train.packing import MicroBatch, join_plans, plan_for
+from unirl.train.plan_metrics import plan_metrics
 from unirl.types import Part
 
 
@@ -78,13 +80,14 @@ class TrainStack:
         mini_batches = self._mini_batches(part)
         if train_policy and "prox_logp" in required_inputs(self.algorithm.config):
             part = self._with_proximal_policy(part, mini_batches)
-        micro_metrics, steps, trained = [], [], 0
+        micro_metrics, steps, plans, trained = [], [], [], 0
         value_metrics, critic_steps = [], []
         for samples in mini_batches:
             denominators = _denominators(part, samples)
             micro_batches = self._micro_batches(part, samples)
             if not micro_batches:
                 continue
+            plans.append(self._plan_metrics(micro_batches))
             if self.critic is not None:
                 found, step = self.critic.step(micro_batches, denominators)
                 value_metrics += found
@@ -97,6 +100,7 @@ class TrainStack:
         return {
             **_step_metrics(merge_metrics(micro_metrics), steps),
             **self._critic_metrics(part, value_metrics, critic_steps),
+            **merge_metrics(plans),
             "optimizer_steps": sum(not step.skipped for step in steps),
             "skipped_steps": sum(step.skipped for step in steps),
             "trained_fraction": trained / max(len(part), 1),
@@ -122,17 +126,17 @@ class TrainStack:
         They are computed over the very micro-batches of the updates: rounding differs from one packing to another, and
         so the first update finds exactly its own log-probs.
         """
-        micro_batches = [batch for samples in mini_batches for batch in self._micro_batches(part, samples)]
-        return replace(part, prox_logp=token_log_probs(self.actor, part, micro_batches))
+        plans = [self._micro_batches(part, samples) for samples in mini_batches]
+        return replace(part, prox_logp=token_log_probs(self.actor, part, join_plans(plans, self.actor.shape.dp)))
 
     def _micro_batches(self, part: Part, samples: torch.Tensor) -> list[MicroBatch]:
         """Of those of the samples that a model can learn from: a critic learns from all that are graded."""
         learnt = _moves_policy(part, self.algorithm) if self.critic is None else _has_tokens(part, _trainable(part))
-        return plan_micro_batches(
-            part,
-            samples[learnt[samples]],
-            token_budget=self.config.micro_batch_tokens,
-            share_prompts=self.config.share_prompts,
+        return plan_for(self.actor, part, samples[learnt[samples]], self.config)
+
+    def _plan_metrics(self, micro_batches: list[MicroBatch]) -> dict[str, Metric]:
+        return plan_metrics(
+            micro_batches, dp=self.actor.shape.dp, token_budget=self.config.micro_batch_tokens, cost=self.actor.cost
         )
 
     def _mini_batches(self, part: Part) -> list[torch.Tensor]:

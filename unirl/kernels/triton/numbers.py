@@ -13,7 +13,7 @@ def two_floats(value: float) -> tuple[float, float]:
 
 
 class ExponentScale(NamedTuple):
-    """log2(e) / temperature as a sum of two float32, both >= 0.
+    """log2(e) / temperature as a sum of two float32, both > 0: -inf times each is -inf.
 
     lowest: a shift of a logit at which its exponential is 0 in float32, whose smallest number is 2^-149.
     """
@@ -28,4 +28,5 @@ class ExponentScale(NamedTuple):
         high = np.float32(scale)
         if float(high) > scale:
             high = np.nextafter(high, np.float32(0))
-        return ExponentScale(float(high), float(np.float32(scale - float(high))), -152.0 / float(high))
+        low = max(np.float32(scale - float(high)), np.finfo(np.float32).tiny)
+        return ExponentScale(float(high), float(low), -152.0 / float(high))

@@ -5,7 +5,7 @@ A program takes one chunk of one row, tile by tile: [VECTORS, THREADS, ELEMENTS]
 the threads of a program come together once per chunk. Arithmetic is float32 throughout.
 
 `scale_high + scale_low` is log2(e) / temperature: rounded to one float32 it would tilt every exponent of a row the
-same way. Both are >= 0, so -inf stays -inf. `lowest` is a shift of a logit below the maximum that gives exp 0: clamping
+same way. Both are > 0, so -inf stays -inf. `lowest` is a shift of a logit below the maximum that gives exp 0: clamping
 there keeps 0 * -inf out of what has the shift as a factor. NaN survives the clamp.
 """
 
