@@ -1,4 +1,4 @@
-// What the torch operators hand to the row kernels of any C++ or CUDA back-end; every pointer is of the device that runs.
+// What the torch operators hand to the row kernels of any C++ or CUDA back-end; pointers are of the device that runs.
 #pragma once
 
 #include <stdint.h>

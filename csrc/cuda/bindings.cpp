@@ -39,7 +39,8 @@ void policy_rows(Tensor logits, Tensor targets, int64_t columns, double temperat
 }
 
 void scale_gradient(Tensor logits, Tensor factor, int64_t stream) {
-  STD_TORCH_CHECK(factor.numel() == 1 && factor.scalar_type() == unirl::ScalarType::Float, "factor must be one float32");
+  const bool one_float = factor.numel() == 1 && factor.scalar_type() == unirl::ScalarType::Float;
+  STD_TORCH_CHECK(one_float, "factor must be one float32");
   const auto shape = unirl::logits_of(logits, logits.size(1));
   unirl::cuda::scale_gradient(shape, static_cast<const float*>(factor.data_ptr()), handle(stream));
 }

@@ -108,7 +108,8 @@ UNIRL_DEVICE LaneSums merge_cluster(LaneSums sums, const DeviceScale& scale, Exc
 }
 
 // Vectors that a thread adds at a time. All kernels add in the same order, so a row has one log-prob, bit for bit, in
-// each of them (nvcc.options forbids the compiler to fuse on its own): threads take groups of kGroup vectors in turn, edge columns come first, then warps, blocks, cluster.
+// each of them: edge columns first, then groups of kGroup vectors a thread, then lanes, warps and blocks. nvcc.options
+// forbids the compiler to fuse on its own, which it might do differently in each kernel.
 constexpr int kGroup = 4;
 constexpr int kGroupVectors = kGroup * simt::kThreads;
 

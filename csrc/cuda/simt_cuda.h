@@ -40,9 +40,10 @@ UNIRL_DEVICE T* in_block(T* p, int rank) {
 }
 
 UNIRL_DEVICE void block_barrier() { __syncthreads(); }
+// Not the .aligned form: lanes of a warp may arrive one after the other.
 UNIRL_DEVICE void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 UNIRL_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
@@ -132,15 +133,21 @@ inline void check(cudaError_t error, const char* what) {
 }
 
 template <class Kernel>
-__global__ void __launch_bounds__(kThreads, Kernel::kBlocksPerSm) entry(const __grid_constant__ typename Kernel::Args args) {
+__global__ void __launch_bounds__(kThreads, Kernel::kBlocksPerSm)
+    entry(const __grid_constant__ typename Kernel::Args args) {
   Kernel(args).run();
 }
 
 template <class Kernel>
 cudaLaunchConfig_t configuration(int64_t grid, int cluster, int shared_bytes, Stream stream,
                                  cudaLaunchAttribute& attribute) {
-  if (shared_bytes > 48 * 1024)
-    check(cudaFuncSetAttribute(entry<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), Kernel::kName);
+  if (shared_bytes > 48 * 1024) {
+    // Asked for outright: by itself the driver may leave more to the cache than lets several blocks in.
+    const auto size = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    const auto carveout = cudaFuncAttributePreferredSharedMemoryCarveout;
+    check(cudaFuncSetAttribute(entry<Kernel>, size, shared_bytes), Kernel::kName);
+    check(cudaFuncSetAttribute(entry<Kernel>, carveout, cudaSharedmemCarveoutMaxShared), Kernel::kName);
+  }
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t config = {};

@@ -6,7 +6,7 @@ import torch
 from tests.kernels import emulation
 from tests.kernels.policy import CONFIGS, token_inputs
 from tests.kernels.test_policy_loss import check, rows_of, run
-from unirl.kernels import cuda, token_logprob
+from unirl.kernels import cuda, fused_policy_loss, token_logprob
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -46,17 +46,11 @@ def test_every_alignment(head):
     inputs = token_inputs(torch.full((9,), -5.0))
     expected = run(logits.contiguous(), targets, CONFIGS["spo"], inputs, backend="reference", vocab=320)
     own = logits.requires_grad_()
-    found = run_in_place(own, targets, inputs)
-    torch.testing.assert_close(found, expected[0].logp, rtol=2e-7, atol=1e-6)
+    found = fused_policy_loss(own, targets, CONFIGS["spo"], backend="cuda", vocab=320, **inputs)
+    torch.testing.assert_close(found.logp, expected[0].logp, rtol=2e-7, atol=1e-6)
     torch.testing.assert_close(own.detach(), expected[1], rtol=2**-7, atol=1e-6)
     assert torch.equal(buffer.detach()[:, :head], before[:, :head])
     assert torch.equal(buffer.detach()[:, head + 320 :], before[:, head + 320 :])
-
-
-def run_in_place(logits, targets, inputs) -> torch.Tensor:
-    from unirl.kernels import fused_policy_loss
-
-    return fused_policy_loss(logits, targets, CONFIGS["spo"], backend="cuda", vocab=320, **inputs).logp
 
 
 def test_a_row_that_no_cluster_holds_takes_three_passes(monkeypatch):
