@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: demo demo-llm test lint format venv clean help
+.PHONY: demo demo-llm test slurm lint format venv clean help
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -17,6 +17,9 @@ demo-llm: $(VENV)/.test  ## the same with a pretrained 135M model (about 8 minut
 
 test: $(VENV)/.test  ## run the tests; lists those that need a part this machine lacks
 	$(BIN)/python -m pytest $(ARGS)
+
+slurm: $(VENV)/.test  ## submit the job scripts to a Slurm of the tests' own (root, Debian's slurmd slurmctld munge)
+	$(BIN)/python -m pytest tests/slurm $(ARGS)
 
 lint: $(VENV)/.test  ## check style
 	$(BIN)/ruff check .

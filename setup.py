@@ -29,6 +29,10 @@ ISA_FLAGS = {
 }
 
 
+# Recipes and manifests, job scripts and what these source.
+EXAMPLES = (".yaml", ".yml", ".sbatch", ".sh")
+
+
 class BuildExtension(build_ext):
     """Compiles each source with the flags of its instruction set, which setuptools cannot say."""
 
@@ -65,16 +69,16 @@ class BuildExtension(build_ext):
 
 
 class BuildPackages(build_py):
-    """Puts the recipes into the package, as unirl/examples; an editable install reads them from the source tree."""
+    """Puts the examples into the package, as unirl/examples; an editable install reads them from the source tree."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
             return
-        for recipe in sorted((ROOT / "examples").rglob("*.yaml")):
-            target = Path(self.build_lib, "unirl", recipe.relative_to(ROOT))
+        for example in sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in EXAMPLES):
+            target = Path(self.build_lib, "unirl", example.relative_to(ROOT))
             self.mkpath(str(target.parent))
-            self.copy_file(str(recipe), str(target))
+            self.copy_file(str(example), str(target))
 
 
 def cpu_kernels() -> Extension:

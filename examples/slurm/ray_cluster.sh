@@ -54,8 +54,9 @@ prepare_job() {
   local python=${UNIRL_PYTHON:-$UNIRL_ROOT/.venv/bin/python}
   [[ -x $python ]] || fail "no Python at $python: run 'make venv' in $UNIRL_ROOT, or export UNIRL_PYTHON=/path/to/python"
   # The processes that Ray starts on the other nodes inherit this environment, and so run the code of this checkout.
-  export PATH=${python%/*}:$PATH PYTHONPATH=$UNIRL_ROOT${PYTHONPATH:+:$PYTHONPATH} UNIRL_ROOT
-  export UNIRL_JOB_DIR=${UNIRL_JOBS:-$UNIRL_ROOT/runs/slurm}/$SLURM_JOB_ID
+  export PATH=${python%/*}:$PATH UNIRL_ROOT
+  [[ ! -d $UNIRL_ROOT/unirl ]] || export PYTHONPATH=$UNIRL_ROOT${PYTHONPATH:+:$PYTHONPATH}
+  export UNIRL_JOB_DIR=${UNIRL_JOBS:-$SLURM_SUBMIT_DIR/runs/slurm}/$SLURM_JOB_ID
   mkdir -p "$UNIRL_JOB_DIR"
   chmod 700 "$UNIRL_JOB_DIR"
   rm -f "$UNIRL_JOB_DIR"/{address,token}
