@@ -9,7 +9,7 @@ import torch
 from unirl.cluster.layout import RankGrid
 
 Answers = Literal["first", "reporting", "all"]
-"""Whose results a call returns: those of rank 0, of the reporting rank of each data-parallel index, or of every rank."""
+"""Whose results a call returns: of rank 0, of the reporting rank of each data-parallel index, or of every rank."""
 
 Effect = Literal["none", "gradients", "weights"]
 """What a call changes in its model; `weights` stands for all that a checkpoint holds."""
@@ -62,12 +62,14 @@ class ModelFacts:
     """What a driver knows of a hosted model; None where the model has no such thing.
 
     vocab_size: token ids. temperature: divides a policy's logits. shape, cost: what a plan of micro-batches asks.
+    replicated: whether data- and context-parallel ranks hold the same state; None where nothing is trained.
     """
 
     vocab_size: int
     temperature: float | None = None
     shape: Any = None
     cost: Any = None
+    replicated: bool | None = None
 
     @staticmethod
     def of(model: Any) -> "ModelFacts":

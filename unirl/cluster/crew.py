@@ -26,7 +26,7 @@ _HIRING_S = 300.0
 """How long processes may take to come up, and devices to become free."""
 
 
-class WorkersLost(RuntimeError):  # noqa: N818 (what has happened, not yet an error)
+class WorkersLost(RuntimeError):
     """Ranks that died or hang, with what is known of each; none where only their process group broke."""
 
     def __init__(self, what: str, reasons: Mapping[int, str]):
@@ -113,8 +113,8 @@ class Crew:
     def gather(self, references: Mapping[int, ray.ObjectRef], what: str, timeout_s: float) -> dict[int, Any]:
         """The results by rank, once all are there.
 
-        Raises WorkersLost where a worker died, does not answer a heartbeat or is not done in time; what a method raised,
-        where that is not for want of a lost worker.
+        Raises WorkersLost where a worker died, does not answer a heartbeat or is not done in time; what a method
+        raised, where that is not for want of a lost worker.
         """
         futures = {rank: reference.future() for rank, reference in references.items()}
         deadline = time.monotonic() + timeout_s

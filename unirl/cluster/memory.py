@@ -24,6 +24,7 @@ class _Copies:
 
 @dataclass
 class _Memory:
+    replicated: bool
     copies: _Copies | None = None
     """None: the model is as `Worker.start` makes it."""
     unconfirmed: _Copies | None = None
@@ -35,8 +36,8 @@ class _Memory:
 class StateMemory:
     """Brings the models of new workers to where they were: the newest copy, and the calls since once more.
 
-    A copy is taken after every call that changes weights, from two ranks, on different nodes where there are several,
-    of each part of the model; nobody waits for it.
+    A copy is taken after every call that changes weights; nobody waits for it. Of a part of the model that several ranks
+    hold, the first and the last of them give one, which are on different nodes where the part is on several.
     """
 
     def __init__(self, crew: Crew, grid: RankGrid):
@@ -44,16 +45,16 @@ class StateMemory:
         self._grid = grid
         self._by_model: dict[str, _Memory] = {}
 
-    def note(self, call: Call) -> None:
-        """A call has succeeded on every rank; its shares are references."""
+    def note(self, call: Call, *, replicated: bool | None) -> None:
+        """A call has succeeded on every rank; its shares are references. `replicated`: as of `ModelFacts`."""
         for memory in self._by_model.values():
             self._confirm(memory)
         if call.effect == "none":
             return
-        memory = self._by_model.setdefault(call.model, _Memory())
+        memory = self._by_model.setdefault(call.model, _Memory(bool(replicated)))
         memory.calls.append(call)
         if call.effect == "weights":
-            ranks = {keeper for rank in range(self._grid.world_size) for keeper in self._keepers(rank)}
+            ranks = {keeper for rank in range(self._grid.world_size) for keeper in self._keepers(rank, memory)}
             references = {rank: self._crew.submit(rank, "capture", call.model) for rank in sorted(ranks)}
             memory.unconfirmed = _Copies(references, len(memory.calls))
 
@@ -64,8 +65,7 @@ class StateMemory:
         """
         for model, memory in self._by_model.items():
             memory.unconfirmed = None
-            copies = memory.copies
-            yield model, copies and self._for_every_rank(model, copies.by_rank), list(memory.calls)
+            yield model, memory.copies and self._for_every_rank(model, memory), list(memory.calls)
 
     def _confirm(self, memory: _Memory) -> None:
         """Workers do what they are asked in order: when a later call is done, so is the capture."""
@@ -73,16 +73,17 @@ class StateMemory:
             memory.copies, memory.unconfirmed = memory.unconfirmed, None
             memory.calls = memory.calls[memory.copies.calls_before :]
 
-    def _keepers(self, rank: int) -> tuple[int, ...]:
-        """The ranks whose copies `rank` can go on from: the first and the last that hold the same part."""
-        replicas = self._grid.replicas(rank)
+    def _keepers(self, rank: int, memory: _Memory) -> tuple[int, ...]:
+        """The ranks whose copies `rank` can go on from."""
+        replicas = self._grid.replicas(rank) if memory.replicated else (rank,)
         return replicas[0], replicas[-1]
 
-    def _for_every_rank(self, model: str, by_rank: dict[int, ray.ObjectRef]) -> dict[int, ray.ObjectRef]:
+    def _for_every_rank(self, model: str, memory: _Memory) -> dict[int, ray.ObjectRef]:
+        by_rank = memory.copies.by_rank
         available = {rank for rank, reference in by_rank.items() if _is_available(reference)}
         chosen = {}
         for rank in range(self._grid.world_size):
-            keepers = [keeper for keeper in self._keepers(rank) if keeper in available]
+            keepers = [keeper for keeper in self._keepers(rank, memory) if keeper in available]
             if not keepers:
                 raise UserError(
                     f"the state of rank {rank} of {model} was lost with the nodes that kept it; go on from the last "

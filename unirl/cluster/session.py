@@ -7,17 +7,13 @@ import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-# These are read when ray is imported. Token authentication is on unless the user says otherwise.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_AUTH_MODE", "token")
-
 import ray
+from ray._private import ray_constants
 
 from unirl.cluster.codec import send_tensors_as_numpy
 from unirl.errors import UserError
 
-_PRIVATE = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # despite its name, what keeps every port of a Ray on loopback
+_LIGHT = {
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
 }
@@ -35,6 +31,8 @@ class RaySession(AbstractContextManager):
     def __init__(self, address: str | None, *, num_devices: int, object_store_gb: float | None = None):
         if ray.is_initialized():
             raise RuntimeError("this process is connected to Ray already: one run at a time")
+        if "RAY_AUTH_MODE" not in os.environ:  # else `unirl.cluster` has set it
+            raise RuntimeError("ray was imported before unirl.cluster: set RAY_AUTH_MODE=token in the environment")
         self._folder: Path | None = None
         self._environment: dict[str, str | None] = {}
         if address is None:
@@ -52,6 +50,7 @@ class RaySession(AbstractContextManager):
                 os.environ[name] = before
         self._environment = {}
         if self._folder is not None:
+            ray_constants.ENABLE_RAY_CLUSTER = True
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def __exit__(self, *exc_info) -> None:
@@ -62,7 +61,9 @@ class RaySession(AbstractContextManager):
         token = self._folder / "token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
-        self._set_environment({**_PRIVATE, "RAY_AUTH_TOKEN_PATH": str(token)})
+        self._set_environment({**_LIGHT, "RAY_AUTH_TOKEN_PATH": str(token)})
+        # Ray would replace 127.0.0.1 by an address that other machines can reach, and listen on all.
+        ray_constants.ENABLE_RAY_CLUSTER = False
         ray.init(
             address="local",
             num_cpus=1,

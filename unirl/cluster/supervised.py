@@ -72,7 +72,7 @@ class SupervisedGroup:
         if call.shares is not None:  # put once; every rank of a data-parallel index fetches the same object
             call = replace(call, shares=tuple(ray.put(share) for share in call.shares))
         results = self._supervised(lambda: self._attempt(call), call.before_retry)
-        self._memory.note(call)
+        self._memory.note(call, replicated=self.facts[call.model].replicated)
         return [results[rank] for rank in call.answering_ranks(self.grid)]
 
     def stream(self, model: str, method: str, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:

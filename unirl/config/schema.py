@@ -81,6 +81,35 @@ class RolloutConfig:
         None, "Devices that sample, out of the root's num_devices (cluster.layout split).", ge=1
     )
     max_batch_size: int = key(1024, "Samples decoded at once by the native engine.", ge=1)
+    python: str | None = key(
+        None,
+        "Interpreter of an environment with SGLang; null: $UNIRL_SGLANG_PYTHON, or that of `make sglang`.",
+    )
+    urls: list[str] = key(
+        factory=list,
+        doc="SGLang servers that run already, e.g. http://host:30000; their API key is taken from "
+        "$UNIRL_SGLANG_API_KEY. Empty: servers are launched here.",
+    )
+    num_servers: int = key(1, "SGLang servers to launch.", ge=1)
+    tp: int = key(1, "GPUs of a SGLang server.", ge=1)
+    device: str = key(
+        "auto", "Where SGLang servers run; auto: on CUDA where there is any.", choices=["auto", "cpu", "cuda"]
+    )
+    max_concurrency: int = key(256, "Samples that a SGLang server has at a time.", ge=1)
+    mem_fraction: float | None = key(
+        None, "Share of a device's memory for weights and cache; null: 0.3 on CPU, SGLang's choice on CUDA.", gt=0, lt=1
+    )
+    deterministic: bool = key(
+        True, "Samples of SGLang servers depend on their seeds alone; on CUDA that costs throughput."
+    )
+    server_args: dict[str, Any] = key(
+        factory=dict, doc="Further options of SGLang servers, e.g. {max_total_tokens: 16384}."
+    )
+    timeout_s: float = key(600.0, "Seconds a sample may go without a token before its server counts as lost.", gt=0)
+    start_timeout_s: float = key(600.0, "Seconds a SGLang server may take to start.", gt=0)
+    health_interval_s: float = key(10.0, "Seconds of silence until a server is asked for a sign of life.", gt=0)
+    health_timeout_s: float = key(60.0, "Seconds it has to give one before it is killed and restarted.", gt=0)
+    max_restarts: int = key(3, "Restarts of a SGLang server between two weight syncs before it is given up.", ge=0)
     environment: str | None = key(
         None,
         f"Multi-turn episodes against {', '.join(ENVIRONMENTS)}, or the dotted path of a class with reset and step, "
@@ -136,6 +165,9 @@ class OptimizerConfig:
         "constant", "Learning-rate schedule after the warm-up.", choices=["constant", "linear", "cosine"]
     )
     warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", ge=0)
+    cpu_offload: bool = key(
+        False, "Hold master weights and moments in host memory and update them there (GPU only): saves GPU memory."
+    )
 
 
 @dataclass
@@ -222,13 +254,37 @@ class ParallelConfig:
     pp: int = key(1, "Pipeline-parallel size.", ge=1)
     cp: int = key(1, "Context-parallel size.", ge=1)
     ep: int = key(1, "Expert-parallel size.", ge=1)
+    vpp: int | None = key(
+        None,
+        "Model chunks that a pipeline stage holds, for the interleaved schedule; null: one piece, scheduled 1F1B.",
+        ge=2,
+    )
     sequence_parallel: bool = key(False, "Shard activations along the sequence in TP groups.")
+    use_distributed_optimizer: bool = key(
+        False, "Split master weights and moments over the data-parallel ranks instead of holding them on each."
+    )
+    overlap_grad_reduce: bool = key(
+        False, "Sum gradients over data-parallel ranks while the backward pass goes on, bucket by bucket."
+    )
+    deterministic: bool = key(
+        False, "Deterministic kernels only: the same layout and seed give the same bits; slower on GPU."
+    )
+    timeout_s: float = key(1800.0, "Seconds after which a collective that a rank does not join fails.", gt=0)
 
 
 @dataclass
 class SyncConfig:
     mode: str = key(
         "inprocess", "How weights reach the rollout engine.", choices=["inprocess", "tensor", "disk", "distributed"]
+    )
+    folder: str | None = key(
+        None,
+        "Folder that weights pass through (mode disk), which servers can read; null: run_dir/weights.",
+    )
+    bucket_mb: int = key(512, "Weights held in memory at a time, in megabytes.", ge=1)
+    timeout_s: float = key(600.0, "Seconds a server may take to load new weights.", gt=0)
+    checksum_every: int = key(
+        20, "Compare checksums of all weights with the servers' at the first sync and every so many; 0: never.", ge=0
     )
 
 

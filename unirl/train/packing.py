@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 
 from unirl.config.schema import StackConfig
-from unirl.train.plan import CostModel, ParallelShape, deal_trees, round_up
-from unirl.train.trees import SampleTable, Tree, choose_trees
+from unirl.train.plan import CostModel, ParallelShape, round_up
+from unirl.train.trees import SampleTable, Tree, plan_trees
 from unirl.types import Part
 from unirl.types.part import TOKEN_ESTIMATES
 
@@ -108,22 +108,17 @@ def plan_micro_batches(
     sample).
     """
     shape = ParallelShape(dp, tree_multiple, total_multiple, count_multiple)
-    cost = cost or CostModel()
-    # A micro-batch that is full up to this is still within the budget when it is padded.
-    capacity = token_budget // shape.token_multiple * shape.token_multiple
     table = SampleTable(part.text)
-    wanted = [sample for sample in samples.tolist() if table.generated[sample]]
-    _check_samples(table, wanted, shape, token_budget, capacity)
-    trees = choose_trees(table, wanted, capacity=capacity, shape=shape, cost=cost, share_prompts=share_prompts)
-    bins = deal_trees(
-        [tree.padded_tokens for tree in trees],
-        [tree.work(cost) for tree in trees],
-        capacity=capacity,
-        dp=dp,
-        count_multiple=count_multiple,
+    plan = plan_trees(
+        table,
+        samples.tolist(),
+        token_budget=token_budget,
+        share_prompts=share_prompts,
+        shape=shape,
+        cost=cost or CostModel(),
     )
     packer = _Packer(part, table, shape.token_multiple)
-    return [packer.pack([trees[i] for i in members]) for members in bins]
+    return [packer.pack(trees) for trees in plan]
 
 
 def join_plans(plans: Sequence[list[MicroBatch]], dp: int) -> list[MicroBatch]:
@@ -135,22 +130,6 @@ def join_plans(plans: Sequence[list[MicroBatch]], dp: int) -> list[MicroBatch]:
         for plan, count in zip(plans, counts, strict=True)
         for batch in plan[rank * count : (rank + 1) * count]
     ]
-
-
-def _check_samples(
-    table: SampleTable, samples: list[int], shape: ParallelShape, token_budget: int, capacity: int
-) -> None:
-    for sample in samples:
-        name = f"sample {int(table.text.sample_ids[sample])}"
-        if table.prompt[sample] == 0:
-            raise ValueError(f"{name} has no token before its response: there is nothing to predict its first one from")
-        if table.length[sample] > capacity:
-            multiple = shape.token_multiple
-            padded = f" (micro-batches are padded to a multiple of {multiple})" if multiple > 1 else ""
-            raise ValueError(
-                f"{name} has {table.length[sample]} tokens, more than the budget of a micro-batch, {token_budget}"
-                f"{padded}: raise stack.micro_batch_tokens"
-            )
 
 
 class _Packer:

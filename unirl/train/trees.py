@@ -1,9 +1,11 @@
-"""The trees of a plan: which samples share one pass over their prompt."""
+"""Samples to trees, which share one pass over a prompt, and trees to micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unirl.train.plan import CostModel, ParallelShape, balanced_partition, round_up
+import numpy as np
+
+from unirl.train.plan import CostModel, ParallelShape, balanced_partition, deal_trees, round_up
 from unirl.types import TextSegment
 
 
@@ -32,8 +34,14 @@ class SampleTable:
         self.text = text
         self.start = text.cu_seqlens[:-1].tolist()
         self.length = text.lengths.tolist()
-        self.prompt = text.prompt_lengths.tolist()
-        self.generated = text.response_lengths.tolist()
+        # By sample: with millions of tokens, tensors of them would take longer than the planning.
+        mask = text.loss_mask.numpy()
+        masks = [mask[start : start + length] for start, length in zip(self.start, self.length, strict=True)]
+        self.generated = [int(np.count_nonzero(of_sample)) for of_sample in masks]
+        self.prompt = [
+            int(of_sample.argmax()) if generated else len(of_sample)
+            for of_sample, generated in zip(masks, self.generated, strict=True)
+        ]
 
     def tree(self, samples: list[int], multiple: int) -> Tree:
         """Of the samples of one prompt, padded to a multiple of `multiple` tokens."""
@@ -50,7 +58,50 @@ class SampleTable:
         ]
 
 
-def choose_trees(
+def plan_trees(
+    table: SampleTable,
+    samples: Sequence[int],
+    *,
+    token_budget: int,
+    share_prompts: bool,
+    shape: ParallelShape,
+    cost: CostModel,
+) -> list[list[Tree]]:
+    """The trees of each micro-batch, as `plan_micro_batches` says; nothing but the plan, of which it makes tensors."""
+    samples = [sample for sample in samples if table.generated[sample]]
+    # A micro-batch that is full up to this is still within the budget when it is padded.
+    capacity = token_budget // shape.token_multiple * shape.token_multiple
+    _check_samples(table, samples, shape, token_budget, capacity)
+    trees = _choose_trees(table, samples, capacity=capacity, shape=shape, cost=cost, share_prompts=share_prompts)
+    dealt = deal_trees(
+        [tree.padded_tokens for tree in trees],
+        [tree.work(cost) for tree in trees],
+        capacity=capacity,
+        dp=shape.dp,
+        count_multiple=shape.count_multiple,
+    )
+    return [[trees[i] for i in members] for members in dealt]
+
+
+def _check_samples(
+    table: SampleTable, samples: list[int], shape: ParallelShape, token_budget: int, capacity: int
+) -> None:
+    for sample in samples:
+        if table.prompt[sample] == 0:
+            raise ValueError(
+                f"sample {int(table.text.sample_ids[sample])} has no token before its response: there is nothing to "
+                "predict its first one from"
+            )
+        if table.length[sample] > capacity:
+            multiple = shape.token_multiple
+            padded = f" (micro-batches are padded to a multiple of {multiple})" if multiple > 1 else ""
+            raise ValueError(
+                f"sample {int(table.text.sample_ids[sample])} has {table.length[sample]} tokens, more than the budget "
+                f"of a micro-batch, {token_budget}{padded}: raise stack.micro_batch_tokens"
+            )
+
+
+def _choose_trees(
     table: SampleTable,
     samples: Sequence[int],
     *,

@@ -17,7 +17,7 @@ from unirl.errors import UserError
 from unirl.observe.console import RunDisplay
 from unirl.observe.run_dir import RunDirectory
 from unirl.observe.trackers import make_trackers
-from unirl.sync import InProcessSync
+from unirl.sync import WeightSync
 from unirl.train.checkpoint import CheckpointStore
 from unirl.train.critic import CriticTrainer
 from unirl.train.log_prob_pass import log_prob_pass
@@ -87,7 +87,7 @@ class ARTrainer:
             allow_multi_update=config.algorithm.allow_multi_update,
             critic=self.critic and CriticTrainer(self.critic, config.algorithm.critic, config.stack),
         )
-        self.sync = InProcessSync(self.actor, self.engine)
+        self.sync = WeightSync(self.actor, self.engine)
 
     def fit(self) -> int:
         """Train until `num_iterations`, or until Ctrl-C. Returns the process's exit code: 0, or 130 when stopped."""

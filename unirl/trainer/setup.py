@@ -26,9 +26,10 @@ from unirl.rollout.workflow import Workflow
 from unirl.train.megatron.actor import MegatronActor
 from unirl.train.megatron.architecture import read_architecture
 from unirl.train.megatron.critic import MegatronCritic
+from unirl.train.megatron.hf_folder import resolve_folder
 from unirl.train.megatron.hosted import HostedModel
 from unirl.train.megatron.policy import MegatronPolicy
-from unirl.train.megatron.weights import resolve_folder
+from unirl.trainer.sglang_setup import make_sglang_engine
 from unirl.utils.dotted import load_callable
 
 
@@ -72,9 +73,9 @@ def load_data(config: TrainConfig, say: Callable[[str], None]) -> Data:
 
 
 def make_engine(config: TrainConfig) -> RolloutEngine:
-    """The engine of `rollout.engine`."""
-    if config.rollout.engine != "native":
-        raise UserError(f"rollout.engine={config.rollout.engine}: this version runs rollout.engine=native")
+    """The engine of `rollout.engine`. Raises UserError where it does not start."""
+    if config.rollout.engine == "sglang":
+        return make_sglang_engine(config)
     return NativeRolloutEngine(config.model.path, max_batch_size=config.rollout.max_batch_size)
 
 

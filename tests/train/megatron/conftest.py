@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tests.train.conftest import make_part
 from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, StackConfig
@@ -29,11 +29,14 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_EXPERTS = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 FAMILIES = {
     "qwen3-tied": lambda: Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=True),
     "qwen3-untied": lambda: Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=False),
     "qwen2-tied": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True, rms_norm_eps=1e-5),
     "llama3-untied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3_ROPE),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=True),
+    "qwen3-moe-not-normalized": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=False),
     # The proportions of SmolLM2-135M: 9 heads, 3 KV heads, tied.
     "llama-tied-9-heads": lambda: LlamaConfig(
         **_SIZES | {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},
@@ -55,6 +58,24 @@ def make_reference(name: str, seed: int = 0) -> PreTrainedModel:
             else:
                 parameter.normal_(0, 0.15)
     return model.eval()
+
+
+def reference_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """By the names in a Hugging Face folder, where each expert has tensors of its own; transformers fuses them."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        experts, found, fused = name.partition(".mlp.experts.")
+        if not found:
+            gradients[name] = parameter.grad
+            continue
+        for expert, gradient in enumerate(parameter.grad):
+            prefix = f"{experts}.mlp.experts.{expert}"
+            if fused == "down_proj":
+                gradients[f"{prefix}.down_proj.weight"] = gradient
+            else:
+                gate, up = gradient.chunk(2)
+                gradients |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
+    return gradients
 
 
 def make_batches(*, token_budget: int = 10_000, share_prompts: bool = False, seed: int = 0) -> list[MicroBatch]:

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from tests.train.megatron.conftest import FAMILIES, make_batches, weighted_loss
 from unirl.errors import UserError
 from unirl.train.megatron import model as model_module
-from unirl.train.megatron import weights as weights_module
+from unirl.train.megatron.hf_folder import SINGLE, resolve_folder
 from unirl.train.megatron.model import padded_vocab_size
-from unirl.train.megatron.weights import SINGLE, resolve_folder
+from unirl.train.megatron.weights import export_hf
 
 
 def stored_names(folder):
@@ -80,11 +80,10 @@ def test_export_to_a_folder_that_exists_is_refused(tmp_path, make_folder, make_a
         actor.export_hf(tmp_path)
 
 
-def test_shards_are_written_and_read(tmp_path, make_folder, make_actor, monkeypatch):
+def test_shards_are_written_and_read(tmp_path, make_folder, make_actor):
     folder, _ = make_folder("llama3-untied")
-    monkeypatch.setattr(weights_module, "MAX_SHARD_BYTES", 20_000)
     actor = make_actor(folder)
-    actor.export_hf(tmp_path / "sharded")
+    export_hf([actor.model], folder, tmp_path / "sharded", max_shard_bytes=20_000)
     assert len(list((tmp_path / "sharded").glob("model-*-of-*.safetensors"))) > 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "sharded")
     again = dict(make_actor(tmp_path / "sharded").export_weights())

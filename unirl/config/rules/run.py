@@ -29,18 +29,13 @@ def address_is_given_in_full(config: TrainConfig) -> str | None:
     return f"found {address!r}, expected host:port as `ray start --head` prints it, or null"
 
 
-@rule("rollout.engine", "sync.mode", run_only=True)
-def native_rollouts(config: TrainConfig) -> str | None:
-    """This version runs rollout.engine=native and sync.mode=inprocess."""
-    runs = {"rollout.engine": "native", "sync.mode": "inprocess"}
-    asked = {"rollout.engine": config.rollout.engine, "sync.mode": config.sync.mode}
-    beyond = [name for name in runs if asked[name] != runs[name]]
-    if not beyond:
+@rule("sync.mode", run_only=True)
+def sync_modes(config: TrainConfig) -> str | None:
+    """This version runs sync.mode=inprocess and disk."""
+    mode = config.sync.mode
+    if mode in ("inprocess", "disk"):
         return None
-    return (
-        f"found {', '.join(f'{name}={asked[name]}' for name in beyond)}; this version runs "
-        f"{', '.join(f'{name}={runs[name]}' for name in beyond)}; --dry-run plans more"
-    )
+    return f"found {mode}; this version runs inprocess and disk; --dry-run plans more"
 
 
 @rule("rollout.num_devices", "cluster.layout", "num_devices")

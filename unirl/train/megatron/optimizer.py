@@ -1,6 +1,7 @@
 """AdamW through Megatron's optimizer: fp32 master weights, clipping by the global norm, a step skipped whole."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from unirl.config.schema import OptimizerConfig
+from unirl.errors import UserError
 from unirl.train.megatron.schedule import learning_rate
 
 
@@ -30,13 +32,19 @@ class PolicyOptimizer:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
         config: OptimizerConfig,
         *,
         max_grad_norm: float,
         total_steps: int,
         dtype: torch.dtype,
     ):
+        """chunks: what this process holds of the model. Raises UserError for `cpu_offload` without CUDA."""
+        if config.cpu_offload and not next(chunks[0].parameters()).is_cuda:
+            raise UserError(
+                "optimizer.cpu_offload=true: the weights are in host memory already, there is no GPU to relieve; set "
+                "it to false"
+            )
         self.config = config
         self.max_grad_norm = max_grad_norm
         self.total_steps = total_steps
@@ -53,8 +61,10 @@ class PolicyOptimizer:
                 clip_grad=max_grad_norm,
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
+                use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
+                optimizer_cpu_offload=config.cpu_offload,
             ),
-            [model],
+            list(chunks),
             use_gloo_process_groups=False,
         )
 
@@ -76,6 +86,10 @@ class PolicyOptimizer:
         self._megatron.step_with_ready_grads()
         self.steps += 1
         return StepResult(grad_norm, lr, skipped=False)
+
+    def torch_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that make the updates, in a fixed order."""
+        return [part.optimizer for part in self._megatron.chained_optimizers]
 
     def masters(self, named_parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
         """What AdamW updates, by the names of the weights: fp32 copies, or the weights where those are fp32."""

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from unirl.train.megatron.attention import TreeAttention
+from unirl.train.megatron.moe import moe_spec
 
 
 class RMSNorm(torch.nn.Module):
@@ -59,10 +60,10 @@ class SwiGLU(torch.nn.Module):
         return _SwiGLU.apply(gate_up)
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The decoder: layers of this pipeline stage and the final norm."""
+def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The decoder: layers of this pipeline stage, or of its chunk `vp_stage`, and the final norm."""
     return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(config)] * get_num_layers_to_build(config), layer_norm=RMSNorm
+        layer_specs=[_layer_spec(config)] * get_num_layers_to_build(config, vp_stage), layer_norm=RMSNorm
     )
 
 
@@ -75,7 +76,6 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -85,7 +85,14 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            mlp=_mlp_spec(config),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _mlp_spec(config: TransformerConfig) -> ModuleSpec:
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
+    if config.num_moe_experts:
+        return moe_spec(mlp, grouped=config.moe_grouped_gemm)
+    return ModuleSpec(module=MLP, submodules=mlp)
