@@ -80,7 +80,7 @@ def run(tmp_path_factory):
     make_reference("qwen3-tied").save_pretrained(folder / "model")
     options = ClusterOptions(
         address=None,
-        devices_per_node=8,
+        bundles=(2,),
         timeout_s=60,
         heartbeat_s=HEARTBEAT_S,
         max_restarts=20,

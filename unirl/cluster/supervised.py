@@ -1,5 +1,6 @@
 """The worker group on Ray: calls every rank, finds those that are lost, and brings the run back to where it was."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from unirl.cluster.crew import Crew, WorkersLost
 from unirl.cluster.layout import RankGrid
 from unirl.cluster.meeting import MeetingPlace
 from unirl.cluster.memory import StateMemory
+from unirl.cluster.ray_worker import RayWorker
+from unirl.cluster.seat import Seated
 from unirl.cluster.session import RaySession
 from unirl.cluster.stall import write_stall_report
 from unirl.cluster.worker import Bucket, MakeModels
@@ -21,12 +24,16 @@ _RELEASE_S = 30.0
 """How long a survivor may take to leave a collective whose peer is gone."""
 
 
+_PASSED_ON = ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE")
+"""What workers take from the driver's environment; the rest is that of Ray on their node."""
+
+
 @dataclass(frozen=True)
 class ClusterOptions:
-    """As the keys of `cluster.*`; report_dir: where stall reports are written."""
+    """As the keys of `cluster.*`; bundles: ranks of each node; report_dir: where stall reports are written."""
 
     address: str | None
-    devices_per_node: int
+    bundles: tuple[int, ...]
     timeout_s: float
     heartbeat_s: float
     max_restarts: int
@@ -44,7 +51,14 @@ class SupervisedGroup:
     Raises RuntimeError with the last loss once workers were lost more often than `max_restarts`.
     """
 
-    def __init__(self, make_models: MakeModels, grid: RankGrid, options: ClusterOptions, say: Callable[[str], None]):
+    def __init__(
+        self,
+        make_models: MakeModels,
+        grid: RankGrid,
+        options: ClusterOptions,
+        say: Callable[[str], None],
+        worker: type[Seated] = RayWorker,
+    ):
         self.grid = grid
         self._options = options
         self._say = say
@@ -53,10 +67,11 @@ class SupervisedGroup:
             options.address, num_devices=grid.world_size, object_store_gb=options.object_store_gb
         )
         try:
+            environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
             self._crew = Crew(
-                make_models,
-                size=grid.world_size,
-                devices_per_node=options.devices_per_node,
+                worker,
+                (make_models, os.getcwd(), environment),
+                bundles=options.bundles,
                 heartbeat_s=options.heartbeat_s,
             )
             for rank, seat in enumerate(self._crew.seats):
