@@ -119,6 +119,8 @@ def test_local_runs_the_command_that_it_shows(shown, tmp_path):
     arguments = ["local", TINY, *tiny, f"run_dir={tmp_path / 'run'}"]
     words, _ = shown(*arguments)
     assert words[1:3] == ["-m", "unirl.train_ar"]
-    done = subprocess.run([sys.executable, "-m", "unirl.launch", *arguments], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "unirl.launch", *arguments], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "run" / "policy") in done.stdout

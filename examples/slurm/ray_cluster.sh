@@ -11,7 +11,6 @@
 set -euo pipefail
 
 INTERRUPTED=130 # the driver's exit code after it was asked to stop and has saved
-TERMINATED=143  # that of a driver that was asked before it had anything to save
 
 declare -A node_of=() # process id of a step's srun -> its node
 address='' # of Ray's head, HOST:PORT
@@ -155,7 +154,8 @@ stop_ray() { # at the end of the script, however it ends
 }
 
 requeue_if_warned() {
-  [[ $asked == warning && ($1 == "$INTERRUPTED" || $1 == "$TERMINATED") ]] || exit "$1"
+  # Above 128 it ended by the signal: 130 after it has saved, others before it had begun to train.
+  [[ $asked == warning ]] && (($1 > 128)) || exit "$1"
   stop_ray
   say "the job goes back into the queue and will resume"
   scontrol requeue "$SLURM_JOB_ID"
