@@ -54,14 +54,14 @@ def test_shows_the_submission_and_the_script(shown):
         (["num_devices=16", "devices_per_node=4"], "train_ar", ["--nodes=4", "--gpus-per-node=4"]),
         (["--template=train_ar_requeue"], "train_ar_requeue", ["--nodes=8", "--gpus-per-node=8"]),
         (
-            ["cluster.layout=split", "rollout.num_devices=16"],
+            ["cluster.layout=split", "rollout.num_devices=32"],
             "train_ar_separate_rollout",
             ["--nodes=8", "--gpus-per-node=8"],
         ),
         (
-            ["cluster.layout=split", "rollout.num_devices=16", "--template=train_ar_heterogeneous", "--account=me"],
+            ["cluster.layout=split", "rollout.num_devices=32", "--template=train_ar_heterogeneous", "--account=me"],
             "train_ar_heterogeneous",
-            ["--nodes=6", "--gpus-per-node=8", "--account=me", ":", "--nodes=2", "--gpus-per-node=8", "--account=me"],
+            ["--nodes=4", "--gpus-per-node=8", "--account=me", ":", "--nodes=4", "--gpus-per-node=8", "--account=me"],
         ),
     ],
 )
@@ -73,7 +73,7 @@ def test_the_config_decides_script_and_size(shown, overrides, template, options)
 
 
 def test_rollout_nodes_are_told_to_the_script(shown):
-    words, _ = shown("slurm", FLAGSHIP, "cluster.layout=split", "rollout.num_devices=24")
+    words, _ = shown("slurm", FLAGSHIP, "cluster.layout=split", "rollout.num_devices=24", "batch_size=40")
     assert "UNIRL_ROLLOUT_NODES=3" in words
 
 
