@@ -5,7 +5,6 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from tests.train.megatron.conftest import weighted_loss
@@ -46,6 +45,14 @@ class StrikingLoss:
         return weighted_loss(batch, logp, entropy)
 
 
+@dataclass(frozen=True)
+class FailingLoss:
+    """Fails on every rank."""
+
+    def __call__(self, batch, logp, entropy):
+        raise ArithmeticError(f"no loss for {logp.numel()} tokens")
+
+
 class FaultyActor(MegatronActor):
     faults: Faults
 
@@ -64,10 +71,7 @@ class FaultyActor(MegatronActor):
         begun.touch(exist_ok=False)
         self.faults.strike("save")
         begun.unlink()
-        torch.save(self.capture(), folder / f"rank-{dist.get_rank()}")
-
-    def load(self, folder: Path) -> None:
-        self.restore(torch.load(folder / f"rank-{dist.get_rank()}"))
+        super().save(folder)
 
     def export_weights(self):
         for number, weight in enumerate(super().export_weights()):

@@ -43,7 +43,7 @@ class Crew:
         self._heartbeat_s = heartbeat_s
         self._nodes = _reserve(bundles)
         hired = [self._hire(bundle) for bundle, size in enumerate(bundles) for _ in range(size)]
-        seats = ray.get([actor.seat.remote() for actor in hired], timeout=_HIRING_S)
+        seats = _take_seats(dict(enumerate(hired)))
         order = sorted(range(len(hired)), key=lambda number: _place(seats[number], bundles))
         self._actors = [hired[number] for number in order]
         self.seats = [seats[number] for number in order]
@@ -111,12 +111,11 @@ class Crew:
         self._kill(ranks)
         for rank in ranks:
             self._actors[rank] = self._hire(self.seats[rank].bundle)
-        seats = ray.get([self._actors[rank].seat.remote() for rank in ranks], timeout=_HIRING_S)
-        for rank, seat in zip(ranks, seats, strict=True):
+        for rank, seat in _take_seats({rank: self._actors[rank] for rank in ranks}).items():
             self.seats[rank] = seat
 
-    def close(self) -> None:
-        """End all workers and give their devices back."""
+    def dismiss(self) -> None:
+        """End all workers and give their devices back; with the session they go as well."""
         self._kill(range(len(self)))
         remove_placement_group(self._nodes)
 
@@ -155,6 +154,18 @@ class Crew:
                 ray.remote(num_cpus=0)(_kill_process).options(scheduling_strategy=strategy).remote(
                     seat.pid, seat.started
                 )
+
+
+def _take_seats(hired: Mapping[int, Any]) -> dict[int, Seat]:
+    """Where new workers have come up. Raises WorkersLost for those that have not."""
+    futures = {rank: actor.seat.remote().future() for rank, actor in hired.items()}
+    wait(futures.values(), timeout=_HIRING_S, return_when=FIRST_EXCEPTION)
+    missing = {rank: "is not up" for rank, future in futures.items() if not future.done()}
+    failed = {rank: future.exception() for rank, future in futures.items() if future.done()}
+    failed = {rank: f"did not come up: {_first_line(error)}" for rank, error in failed.items() if error is not None}
+    if failed or missing:
+        raise WorkersLost("new workers", failed or missing)
+    return {rank: future.result() for rank, future in futures.items()}
 
 
 def _reserve(bundles: Sequence[int]) -> PlacementGroup:

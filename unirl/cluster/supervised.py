@@ -19,6 +19,7 @@ from unirl.cluster.seat import Seated
 from unirl.cluster.session import RaySession
 from unirl.cluster.stall import write_stall_report
 from unirl.cluster.worker import Bucket, MakeModels
+from unirl.errors import UserError
 
 _RELEASE_S = 30.0
 """How long a survivor may take to leave a collective whose peer is gone."""
@@ -48,7 +49,7 @@ class SupervisedGroup:
     their models anew; every trained model goes on from the newest copy, and the call that was interrupted is made
     again. Who calls does not notice: results and weights are those of an undisturbed run, to the bit.
 
-    Raises RuntimeError with the last loss once workers were lost more often than `max_restarts`.
+    Raises UserError with the last loss once workers were lost more often than `max_restarts`.
     """
 
     def __init__(
@@ -77,7 +78,10 @@ class SupervisedGroup:
             for rank, seat in enumerate(self._crew.seats):
                 say(f"rank {rank}: {grid.coordinates(rank)}; {seat}")
             self._memory = StateMemory(self._crew, grid)
-            self._start()
+            try:
+                self._start()
+            except WorkersLost as lost:
+                self._recover(lost)
         except BaseException:
             self.close()
             raise
@@ -142,7 +146,7 @@ class SupervisedGroup:
             report = write_stall_report(self._options.report_dir, lost, self._crew)
             self._restarts += 1
             if self._restarts > self._options.max_restarts:
-                raise RuntimeError(
+                raise UserError(
                     f"{lost}; that is once more than cluster.max_restarts={self._options.max_restarts}: see {report}, "
                     "then continue with resume=auto"
                 ) from lost

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
+from unirl.algorithms import Metric
 from unirl.config.schema import OptimizerConfig
-from unirl.train.megatron import memory, state
+from unirl.train.megatron import memory, shard_files, state
 from unirl.train.megatron.hosted import HostedModel
 from unirl.train.megatron.optimizer import PolicyOptimizer, StepResult
 from unirl.train.megatron.weights import iterate_gradients
@@ -61,21 +63,22 @@ class Trained(HostedModel):
         return iterate_gradients(self._ddp)
 
     def save(self, folder: Path) -> None:
-        """Write weights, master weights, moments and step count into the existing `folder`.
-
-        Raises RuntimeError on several processes.
-        """
-        self._check_single_process()
-        state.save_state(self.model, self.optimizer, folder)
+        """Write weights, master weights, moments and step count into the existing `folder`; all ranks call it."""
+        if self._is_whole:
+            state.save_state(self.model, self.optimizer, folder)
+        else:
+            shard_files.save_shard(self.capture(), self.parallel, folder)
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote: the same steps to the bit.
+        """Go on from what `save` wrote: the same steps to the bit; all ranks call it.
 
         The optimizer's settings are those given here, not those of the checkpoint. Raises UserError for a checkpoint
-        of another model, RuntimeError on several processes.
+        of another model or layout.
         """
-        self._check_single_process()
-        state.load_state(self.model, self.optimizer, folder)
+        if self._is_whole:
+            state.load_state(self.model, self.optimizer, folder)
+        else:
+            self.restore(shard_files.load_shard(self.parallel, folder))
 
     @property
     def replicated(self) -> bool:
@@ -95,9 +98,10 @@ class Trained(HostedModel):
         self._ddp = self.optimizer = None
         super().close()
 
-    def _check_single_process(self) -> None:
-        if dist.get_world_size() > 1 or self.parallel.use_distributed_optimizer:
-            raise RuntimeError("the state of a single process alone is saved and loaded here, without sharded weights")
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this process holds the whole state."""
+        return dist.get_world_size() == 1 and not self.parallel.use_distributed_optimizer
 
     def _backward(self, micro_batches: Sequence[MicroBatch], loss_of: Callable) -> list[dict]:
         """Set the gradients to those of the sum of `loss_of(micro_batch, output of the model)`, a pair (loss, metrics),
@@ -113,9 +117,19 @@ class Trained(HostedModel):
             if not loss.requires_grad:
                 loss = loss + output[:0].sum()  # so that the backward pass, with its collectives, runs on every rank
             # The count in the middle is what Megatron would divide by, see finalize_model_grads_func.
-            return loss, torch.tensor(batch.targets.numel(), dtype=torch.int), metrics
+            return loss, torch.tensor(batch.targets.numel(), dtype=torch.int), _on_host(metrics)
 
         return self._run(micro_batches, counted_loss)
+
+
+def _on_host(metrics: dict) -> dict:
+    """The metrics in host memory: they go to another process."""
+    return {
+        name: replace(metric, value=metric.value.cpu(), count=metric.count.cpu())
+        if isinstance(metric, Metric)
+        else metric
+        for name, metric in metrics.items()
+    }
 
 
 def _finalize_undivided(chunks: list[DistributedDataParallel], num_tokens=None, **kwargs) -> None:
