@@ -134,7 +134,8 @@ def test_a_job_near_its_time_limit_saves_and_resumes_when_it_comes_back(jobs, tm
     recipe.write_text(text.replace("num_iterations: 50", f"num_iterations: {trained + 3}"))
     wait_until(lambda: job.state() == "PENDING", 60, f"job {job.id} is in the queue again")
     set_time_limit(job, minutes=60)
-    jobs.slurm.run("scontrol", "update", f"JobId={job.id}", "StartTime=now")  # Slurm would wait for two minutes
+    # Slurm would wait for two minutes; within the same second it refuses the job's credential as a revoked one.
+    jobs.slurm.run("scontrol", "update", f"JobId={job.id}", "StartTime=now+5seconds")
     ended = job.wait()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), job.output
     assert job.iterations == list(range(trained + 4))
