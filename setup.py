@@ -176,12 +176,8 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["unirl", "unirl.*"]),
-<<<<<<< HEAD
     package_data={"unirl.rollout.sglang": ["cpu_stubs/**/*"]},
-    ext_modules=[] if os.environ.get("UNIRL_NO_EXT") == "1" else [cpu_kernels()],
-=======
     ext_modules=extensions(),
->>>>>>> main
     cmdclass={"build_ext": BuildExtension, "build_py": BuildPackages},
     options={} if os.environ.get("UNIRL_NO_EXT") == "1" else {"bdist_wheel": {"py_limited_api": "cp311"}},
     install_requires=[
