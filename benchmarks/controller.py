@@ -96,9 +96,7 @@ def main() -> None:
     for num_workers in map(int, options.workers.split(",")):
         row = measure(num_workers, options.iterations)
         rows.append(row)
-        print(
-            f"{row['workers']:>8} {row['start_s']:>8} {row['overhead_s']:>11} {row['overhead_percent']:>10}", flush=True
-        )
+        print("{:>8} {:>8} {:>11} {:>10} {:>8}".format(*row.values()), flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
