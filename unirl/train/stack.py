@@ -6,7 +6,9 @@ from typing import Protocol
 import torch
 
 from unirl.algorithms import (
+    REPLAY_LOGP,
     Denominators,
+    Metric,
     PolicyAlgorithm,
     count_denominators,
     merge_metrics,
@@ -55,6 +57,8 @@ class TrainStack:
         self.algorithm = algorithm
         self.config = config
         self.critic = critic
+        self.replay_logp: torch.Tensor | None = None
+        """[T] float32: what the actor said of the last part before its first step; NaN where it was not asked."""
 
     def with_values(self, part: Part) -> Part:
         """The part with the critic's values [T]; the part itself where there is no critic."""
@@ -78,6 +82,7 @@ class TrainStack:
         mini_batches = self._mini_batches(part)
         if train_policy and "prox_logp" in required_inputs(self.algorithm.config):
             part = self._with_proximal_policy(part, mini_batches)
+        self.replay_logp = self._known_replay(part, mini_batches)
         micro_metrics, steps, trained = [], [], 0
         value_metrics, critic_steps = [], []
         for samples in mini_batches:
@@ -92,7 +97,10 @@ class TrainStack:
             if not (train_policy and _moves_policy(part, self.algorithm)[samples].any()):
                 continue
             trained += sum(batch.sample_positions.numel() for batch in micro_batches)
-            micro_metrics += self.algorithm.compute_loss_and_backward(self.actor, micro_batches, denominators)
+            found = self.algorithm.compute_loss_and_backward(self.actor, micro_batches, denominators)
+            if not steps and part.prox_logp is None:
+                self._note_replay(micro_batches, found)
+            micro_metrics += found
             steps.append(self.actor.optimizer_step())
         return {
             **_step_metrics(merge_metrics(micro_metrics), steps),
@@ -124,6 +132,17 @@ class TrainStack:
         """
         micro_batches = [batch for samples in mini_batches for batch in self._micro_batches(part, samples)]
         return replace(part, prox_logp=token_log_probs(self.actor, part, micro_batches))
+
+    def _known_replay(self, part: Part, mini_batches: list[torch.Tensor]) -> torch.Tensor:
+        replay = torch.full_like(part.text.log_probs, torch.nan)
+        if part.prox_logp is not None:
+            for batch in (batch for samples in mini_batches for batch in self._micro_batches(part, samples)):
+                replay[batch.token_positions] = part.prox_logp[batch.token_positions]
+        return replay
+
+    def _note_replay(self, micro_batches: list[MicroBatch], found: list[dict[str, Metric]]) -> None:
+        for batch, metrics in zip(micro_batches, found, strict=True):
+            self.replay_logp[batch.token_positions] = metrics[REPLAY_LOGP].value.to(self.replay_logp)
 
     def _micro_batches(self, part: Part, samples: torch.Tensor) -> list[MicroBatch]:
         """Of those of the samples that a model can learn from: a critic learns from all that are graded."""

@@ -81,7 +81,7 @@ def long_request(num_samples: int = 48, num_tokens: int = 100) -> GenerationRequ
 def while_generating(
     engine: SGLangRolloutEngine, request: GenerationRequest, act: Callable[[], None]
 ) -> list[Completion]:
-    """The samples of `request`, with `act` done (in this thread) when the first of them is finished."""
+    """The samples of `request`, with `act` done, in this thread, when the first is finished."""
     result, begun = [], threading.Event()
 
     def generate() -> None:

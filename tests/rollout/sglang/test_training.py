@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.trainer.conftest import read_metrics
+from tests.trainer.conftest import read_metrics, recipe_dir  # noqa: F401
+from unirl.audit.__main__ import main
 from unirl.rollout.sglang import API_KEY_VARIABLE
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
@@ -21,3 +22,11 @@ def test_a_run_on_a_server_that_runs_already(published, train, tmp_path, monkeyp
     assert all(line["rollout_replay_logp_absdiff_mean"] < 1e-5 for line in lines)
     assert all(line["rollout/server_restarts"] == 0 for line in lines)
     assert json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[-1])["status"] != "aborted"
+
+
+def test_the_audit_passes(published, recipe_dir, tmp_path, monkeypatch, capsys):  # noqa: F811
+    [(url, key)] = published.endpoints
+    monkeypatch.setenv(API_KEY_VARIABLE, key)
+    options = ["rollout.engine=sglang", f"rollout.urls=['{url}']", "sync.mode=disk", f"run_dir={tmp_path}"]
+    assert main(["rollout", "--config-name=tiny", f"--config-dir={recipe_dir}", *options]) == 0
+    assert "19 passed, 0 failed" in capsys.readouterr().out

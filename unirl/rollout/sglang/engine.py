@@ -177,7 +177,7 @@ class SGLangRolloutEngine:
         self.weight_version = version
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the engine was made: servers restarted, samples that went on elsewhere."""
+        """See `RolloutEngine.metrics`: servers restarted, samples that went on elsewhere."""
         return {
             "rollout/server_restarts": self._fleet.num_restarts,
             "rollout/samples_resubmitted": self._num_resubmitted,
