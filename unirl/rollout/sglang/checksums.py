@@ -38,9 +38,11 @@ class ChecksumCollector:
         self._waiting: dict[str, dict[int, torch.Tensor]] = {}
         self.ranks: list[dict[str, str]] = [{} for _ in range(tp)]
         """Of each TP rank: hash by the server's name, 16 hex digits."""
+        self.unknown: list[str] = []
+        """Weights that have passed whose layout in a server is not known."""
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """`weights`, hashed as they pass. Raises ValueError on one whose layout in the server is not known."""
+        """`weights`, hashed as they pass."""
         for name, tensor in weights:
             self._add(name, tensor.to(self._dtype))
             yield name, tensor
@@ -48,7 +50,11 @@ class ChecksumCollector:
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         prefix, layer, kind = _split_name(name)
         if layer not in _PARTS:
-            self._hash_shards(name, [self._shard(name, layer, tensor, rank) for rank in range(self._tp)])
+            shards = [self._shard(layer, tensor, rank) for rank in range(self._tp)]
+            if shards[0] is None:
+                self.unknown.append(name)
+            else:
+                self._hash_shards(name, shards)
             return
         fused, place, count = _PARTS[layer]
         fused_name = f"{prefix}{fused}.{kind}"
@@ -69,19 +75,15 @@ class ChecksumCollector:
             return part.unflatten(0, (heads, -1))[rank * heads // self._tp]
         return part.chunk(self._tp)[rank]
 
-    def _shard(self, name: str, layer: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    def _shard(self, layer: str, tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
+        """None where it is not known how a server stores the layer."""
         if layer in _VOCABULARY:
             return _padded(tensor, math.lcm(_VOCAB_MULTIPLE, self._tp), dim=0).chunk(self._tp)[rank]
         if layer == "down_proj" and tensor.ndim == 2:
             return _padded(tensor, self._mlp_multiple, dim=1).chunk(self._tp, dim=1)[rank]
         if layer == "o_proj" and tensor.ndim == 2:
             return tensor.chunk(self._tp, dim=1)[rank]
-        if layer.endswith("norm") or layer in ("down_proj", "o_proj"):
-            return tensor
-        raise ValueError(
-            f"{name}: it is not known how an SGLang server stores this weight, so that no checksum can be compared; "
-            "set sync.checksum_every=0"
-        )
+        return tensor if layer.endswith("norm") or layer in ("down_proj", "o_proj") else None
 
     def _hash_shards(self, name: str, shards: list[torch.Tensor]) -> None:
         for rank, shard in enumerate(shards):
