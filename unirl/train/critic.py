@@ -1,14 +1,14 @@
 """Drives a critic: values of a batch, and the optimizer steps towards its returns."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from unirl.algorithms import Denominators, Metric, ValueLossConfig, merge_metrics, value_loss
 from unirl.config.schema import StackConfig
-from unirl.train.packing import MicroBatch, plan_micro_batches
+from unirl.train.packing import MicroBatch, PlannedModel, plan_for
 from unirl.types import Part
 
 
@@ -20,7 +20,7 @@ class StepResult(Protocol):
     skipped: bool
 
 
-class Critic(Protocol):
+class Critic(PlannedModel, Protocol):
     """The value model under training, as far as it is driven here."""
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]: ...
@@ -28,6 +28,30 @@ class Critic(Protocol):
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_fn) -> list[dict[str, Metric]]: ...
 
     def optimizer_step(self) -> StepResult: ...
+
+
+@dataclass(frozen=True)
+class ValueLossFunction:
+    """The value loss of a micro-batch with `values` and `returns`, for a critic to call.
+
+    denominators: counted over all micro-batches of the step and all ranks.
+    """
+
+    config: ValueLossConfig
+    denominators: Denominators
+
+    def __call__(self, batch: MicroBatch, values: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """values [R] -> the loss, a scalar with graph, and its metrics."""
+        output = value_loss(
+            self.config,
+            values=values,
+            old_values=batch.values,
+            returns=batch.returns,
+            loss_mask=batch.loss_mask,
+            cu_seqlens=batch.loss_cu_seqlens,
+            denominators=self.denominators,
+        )
+        return output.loss, output.metrics
 
 
 class CriticTrainer:
@@ -40,12 +64,7 @@ class CriticTrainer:
 
     def with_values(self, part: Part) -> Part:
         """The part with `values` [T] float32: V(state before the token is drawn) of generated tokens, 0 elsewhere."""
-        micro_batches = plan_micro_batches(
-            part,
-            torch.arange(len(part)),
-            token_budget=self.stack.micro_batch_tokens,
-            share_prompts=self.stack.share_prompts,
-        )
+        micro_batches = plan_for(self.critic, part, torch.arange(len(part)), self.stack)
         values = torch.zeros_like(part.text.log_probs)
         if micro_batches:
             for batch, found in zip(micro_batches, self.critic.values(micro_batches), strict=True):
@@ -56,19 +75,7 @@ class CriticTrainer:
         self, micro_batches: Sequence[MicroBatch], denominators: Denominators
     ) -> tuple[list[dict[str, Metric]], StepResult]:
         """One optimizer step on micro-batches with `values` and `returns`; the metrics of each, and of the step."""
-
-        def loss_fn(batch: MicroBatch, values: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
-            output = value_loss(
-                self.loss,
-                values=values,
-                old_values=batch.values,
-                returns=batch.returns,
-                loss_mask=batch.loss_mask,
-                cu_seqlens=batch.loss_cu_seqlens,
-                denominators=denominators,
-            )
-            return output.loss, output.metrics
-
+        loss_fn = ValueLossFunction(self.loss, denominators)
         return self.critic.forward_backward(micro_batches, loss_fn), self.critic.optimizer_step()
 
 

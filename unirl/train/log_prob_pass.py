@@ -6,11 +6,11 @@ from typing import Protocol
 import torch
 
 from unirl.config.schema import StackConfig
-from unirl.train.packing import MicroBatch, plan_micro_batches
+from unirl.train.packing import MicroBatch, PlannedModel, plan_for
 from unirl.types import Part
 
 
-class LogProbPolicy(Protocol):
+class LogProbPolicy(PlannedModel, Protocol):
     """A policy as far as a pass needs it."""
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -31,10 +31,4 @@ def token_log_probs(policy: LogProbPolicy, part: Part, micro_batches: Sequence[M
 
 def log_prob_pass(policy: LogProbPolicy, part: Part, config: StackConfig) -> torch.Tensor:
     """Log-probs [T] float32 of the generated tokens of all samples of `part` under `policy`; 0 on prompt tokens."""
-    micro_batches = plan_micro_batches(
-        part,
-        torch.arange(len(part)),
-        token_budget=config.micro_batch_tokens,
-        share_prompts=config.share_prompts,
-    )
-    return token_log_probs(policy, part, micro_batches)
+    return token_log_probs(policy, part, plan_for(policy, part, torch.arange(len(part)), config))

@@ -18,7 +18,8 @@ from unirl.algorithms import (
 from unirl.config.schema import StackConfig
 from unirl.train.critic import CriticTrainer, StepResult, critic_metrics
 from unirl.train.log_prob_pass import LogProbPolicy, token_log_probs
-from unirl.train.packing import MicroBatch, plan_micro_batches
+from unirl.train.packing import MicroBatch, join_plans, plan_for
+from unirl.train.plan_metrics import plan_metrics
 from unirl.types import Part
 
 
@@ -82,14 +83,15 @@ class TrainStack:
         mini_batches = self._mini_batches(part)
         if train_policy and "prox_logp" in required_inputs(self.algorithm.config):
             part = self._with_proximal_policy(part, mini_batches)
-        self.replay_logp = self._known_replay(part, mini_batches)
-        micro_metrics, steps, trained = [], [], 0
+        self.replay_logp = self._known_replay(part)
+        micro_metrics, steps, plans, trained = [], [], [], 0
         value_metrics, critic_steps = [], []
         for samples in mini_batches:
             denominators = _denominators(part, samples)
             micro_batches = self._micro_batches(part, samples)
             if not micro_batches:
                 continue
+            plans.append(self._plan_metrics(micro_batches))
             if self.critic is not None:
                 found, step = self.critic.step(micro_batches, denominators)
                 value_metrics += found
@@ -105,6 +107,7 @@ class TrainStack:
         return {
             **_step_metrics(merge_metrics(micro_metrics), steps),
             **self._critic_metrics(part, value_metrics, critic_steps),
+            **merge_metrics(plans),
             "optimizer_steps": sum(not step.skipped for step in steps),
             "skipped_steps": sum(step.skipped for step in steps),
             "trained_fraction": trained / max(len(part), 1),
@@ -130,15 +133,14 @@ class TrainStack:
         They are computed over the very micro-batches of the updates: rounding differs from one packing to another, and
         so the first update finds exactly its own log-probs.
         """
-        micro_batches = [batch for samples in mini_batches for batch in self._micro_batches(part, samples)]
-        return replace(part, prox_logp=token_log_probs(self.actor, part, micro_batches))
+        plans = [self._micro_batches(part, samples) for samples in mini_batches]
+        return replace(part, prox_logp=token_log_probs(self.actor, part, join_plans(plans, self.actor.shape.dp)))
 
-    def _known_replay(self, part: Part, mini_batches: list[torch.Tensor]) -> torch.Tensor:
-        replay = torch.full_like(part.text.log_probs, torch.nan)
-        if part.prox_logp is not None:
-            for batch in (batch for samples in mini_batches for batch in self._micro_batches(part, samples)):
-                replay[batch.token_positions] = part.prox_logp[batch.token_positions]
-        return replay
+    def _known_replay(self, part: Part) -> torch.Tensor:
+        unknown = torch.full_like(part.text.log_probs, torch.nan)
+        if part.prox_logp is None:
+            return unknown
+        return torch.where(self._learnt(part)[part.text.token_sample_index], part.prox_logp, unknown)
 
     def _note_replay(self, micro_batches: list[MicroBatch], found: list[dict[str, Metric]]) -> None:
         for batch, metrics in zip(micro_batches, found, strict=True):
@@ -146,12 +148,15 @@ class TrainStack:
 
     def _micro_batches(self, part: Part, samples: torch.Tensor) -> list[MicroBatch]:
         """Of those of the samples that a model can learn from: a critic learns from all that are graded."""
-        learnt = _moves_policy(part, self.algorithm) if self.critic is None else _has_tokens(part, _trainable(part))
-        return plan_micro_batches(
-            part,
-            samples[learnt[samples]],
-            token_budget=self.config.micro_batch_tokens,
-            share_prompts=self.config.share_prompts,
+        return plan_for(self.actor, part, samples[self._learnt(part)[samples]], self.config)
+
+    def _learnt(self, part: Part) -> torch.Tensor:
+        """[N] bool: samples that are run through the model."""
+        return _moves_policy(part, self.algorithm) if self.critic is None else _has_tokens(part, _trainable(part))
+
+    def _plan_metrics(self, micro_batches: list[MicroBatch]) -> dict[str, Metric]:
+        return plan_metrics(
+            micro_batches, dp=self.actor.shape.dp, token_budget=self.config.micro_batch_tokens, cost=self.actor.cost
         )
 
     def _mini_batches(self, part: Part) -> list[torch.Tensor]:

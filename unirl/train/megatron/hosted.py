@@ -18,6 +18,7 @@ from unirl.train.megatron.model import PackedModel, transformer_config
 from unirl.train.megatron.runtime import ParallelRuntime
 from unirl.train.megatron.weights import load_weights, resolve_folder
 from unirl.train.packing import MicroBatch
+from unirl.train.plan import CostModel, ParallelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -44,11 +45,27 @@ class HostedModel(ABC):
             on_error.pop_all()
         self._module: torch.nn.Module = self.model
         """What a pass runs: the model, or what wraps it."""
+        self.shape = ParallelShape()
+        """What the layout asks of micro-batches."""
 
     @property
     def vocab_size(self) -> int:
         """Token ids of the model, padding excluded."""
         return self.model.architecture.vocab_size
+
+    @property
+    def cost(self) -> CostModel:
+        """What a pass over a tree costs."""
+        architecture = self.model.architecture
+        return CostModel.of_transformer(
+            num_layers=architecture.num_layers,
+            hidden_size=architecture.hidden_size,
+            ffn_hidden_size=architecture.ffn_hidden_size,
+            num_heads=architecture.num_heads,
+            num_kv_heads=architecture.num_kv_heads,
+            head_dim=architecture.head_dim,
+            vocab_size=architecture.vocab_size,
+        )
 
     def close(self) -> None:
         """Release the weights and the parallel state; the last model of a process takes the process group down."""
