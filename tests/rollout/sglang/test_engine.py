@@ -13,7 +13,7 @@ from tests.rollout.conftest import reference_log_probs
 from tests.rollout.sglang.conftest import requests_in_progress, while_generating
 from unirl.types import GenerationRequest, SampleStatus, SamplingParams
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 PROMPTS = [(5, 6, 7), (9,), tuple(range(3, 40))]
 
@@ -98,7 +98,7 @@ def test_narrowed_sampling(published):
         (GenerationRequest((5, 9999), SamplingParams(4), (0,)), r"request 0: prompt_ids has \[9999\], outside"),
         (GenerationRequest((5, -1), SamplingParams(4), (0,)), r"prompt_ids has \[-1\], outside"),
         (GenerationRequest((5,), SamplingParams(4, stop_token_ids=(9999,)), (0,)), "stop_token_ids has"),
-        (GenerationRequest((5,) * 128, SamplingParams(4), (0,)), "has 128 tokens; expected .* fewer than 128"),
+        (GenerationRequest((5,) * 128, SamplingParams(4), (0,)), r"has 128 tokens; expected .* at most 12\d"),
         (GenerationRequest((), SamplingParams(4), (0,)), "has 0 tokens"),
         (GenerationRequest((5,), SamplingParams(0), (0,)), "max_new_tokens >= 1"),
     ],
@@ -113,6 +113,9 @@ def test_a_sample_ends_where_the_context_does(published):
     [[sample]] = published.generate([GenerationRequest((5,) * 120, SamplingParams(50), (0,))])
     assert sample.status is SampleStatus.TRUNCATED
     assert 5 <= len(sample.token_ids) <= 8
+    longest = published.run(published.controls[0].info()).max_prompt_tokens
+    [[sample]] = published.generate([GenerationRequest((5,) * longest, SamplingParams(50), (0,))])
+    assert sample.token_ids
 
 
 def test_progress_counts_finished_samples(published):

@@ -10,7 +10,7 @@ from unirl.errors import UserError
 from unirl.rollout.sglang import FleetLimits, ServerOptions, SGLangRolloutEngine
 from unirl.sync import DiskTransfer
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 
 def family(engine) -> list[psutil.Process]:

@@ -8,7 +8,7 @@ from tests.trainer.conftest import ENVIRONMENT, read_metrics
 from unirl.audit.__main__ import main
 from unirl.rollout.sglang import API_KEY_VARIABLE
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 RECIPE = [
     *("--config-name=ar/arith_drpo_tiny_sglang_cpu", "rollout.server_args={}", "batch_size=4", "num_iterations=3"),

@@ -10,7 +10,7 @@ from tests.rollout.sglang.conftest import perturbed, weights_of, while_generatin
 from unirl.rollout.sglang import WeightSyncError
 from unirl.types import GenerationRequest, SamplingParams
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 REQUEST = GenerationRequest(tuple(range(3, 40)), SamplingParams(24), (0, 1, 2))
 

@@ -17,10 +17,10 @@ from unirl.rollout.sglang.control import PauseMode, ServerControl
 from unirl.rollout.sglang.fleet import Fleet, FleetLimits
 from unirl.rollout.sglang.launch import ServerOptions
 from unirl.rollout.sglang.model import ModelFacts
-from unirl.rollout.sglang.publisher import Publisher, WeightSyncError
-from unirl.rollout.sglang.sample import Sample
+from unirl.rollout.sglang.publisher import Publisher
+from unirl.rollout.sglang.sample import Room, Sample
 from unirl.rollout.sglang.server import Server
-from unirl.rollout.sglang.transfer import WeightTransfer
+from unirl.rollout.sglang.transfer import WeightSyncError, WeightTransfer
 from unirl.types import Completion, GenerationRequest
 
 _log = logging.getLogger(__name__)
@@ -115,13 +115,10 @@ class SGLangRolloutEngine:
         self._check_open()
         if not self._weights_known:
             raise WeightSyncError("the last weight update failed, so that servers may differ: update the weights first")
-        context = min(self._model.max_positions, *(server.info.context_length for server in self._fleet.servers))
+        room = Room.of([server.info for server in self._fleet.servers], self._model.max_positions)
         for number, request in enumerate(requests):
-            self._model.check_request(number, request, context)
-        groups = [
-            [Sample(request, index, context_length=context) for index in range(len(request.seeds))]
-            for request in requests
-        ]
+            self._model.check_request(number, request, room.prompt)
+        groups = [[Sample(request, index, room) for index in range(len(request.seeds))] for request in requests]
         self._loop.run(self._complete_all(groups, on_progress or (lambda finished: None)))
         return [[sample.completion() for sample in group] for group in groups]
 
@@ -140,9 +137,11 @@ class SGLangRolloutEngine:
                 for number, group in enumerate(groups):
                     for sample in group:
                         tasks.create_task(complete(number, sample))
-        except* (UserError, RequestRefusedError) as errors:
-            error = errors.exceptions[0]
-            raise error if isinstance(error, UserError) else UserError(f"SGLang refused a sample: {error}") from error
+        except BaseExceptionGroup as failures:
+            error = failures.exceptions[0]
+            if isinstance(error, RequestRefusedError):
+                raise UserError(f"SGLang refused a sample: {error}") from error
+            raise error from None
 
     async def _complete(self, group: int, sample: Sample) -> None:
         """Ask for the sample until it is whole: again where a server was lost, with the tokens that had come."""

@@ -11,12 +11,8 @@ from unirl.rollout.sglang.client import ServerLostError
 from unirl.rollout.sglang.fleet import Fleet
 from unirl.rollout.sglang.model import ModelFacts
 from unirl.rollout.sglang.server import Server
-from unirl.rollout.sglang.transfer import WeightTransfer
+from unirl.rollout.sglang.transfer import WeightSyncError, WeightTransfer
 from unirl.rollout.weights import checked_weights
-
-
-class WeightSyncError(Exception):
-    """Servers did not take new weights, or hold others than were sent."""
 
 
 class Publisher:
