@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -194,7 +195,7 @@ class SGLangRolloutEngine:
         """End all samples in progress; they come back as aborted, with the tokens they have."""
         self._on_all(lambda control: control.abort_all())
 
-    def _on_all(self, call) -> None:
+    def _on_all(self, call: Callable[[ServerControl], Awaitable[None]]) -> None:
         async def on_all() -> None:
             await asyncio.gather(*(call(server.control) for server in self._fleet.living()))
 
@@ -215,7 +216,7 @@ class SGLangRolloutEngine:
         """Head of each server's process tree; None for one that was not launched here."""
         return [server.pid for server in self._fleet.servers]
 
-    def run(self, coroutine):
+    def run(self, coroutine: Coroutine) -> Any:
         """Run a coroutine of `controls` to its end."""
         return self._loop.run(coroutine)
 

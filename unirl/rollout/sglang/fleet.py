@@ -86,8 +86,10 @@ class Fleet:
             return server
 
     async def release(self, server: Server) -> None:
+        """Give back a place that `acquire` gave."""
         server.in_flight -= 1
-        await self._notify()
+        async with self._changed:
+            self._changed.notify()  # one place, one of those who wait
 
     def forget_groups(self) -> None:
         """Groups of the next call are others, though their numbers come again."""
