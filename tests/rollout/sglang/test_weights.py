@@ -33,6 +33,9 @@ def test_new_weights_are_sampled_from(published, model):
     assert published.weight_version == version
     assert published.generate([REQUEST])[0][0].weight_versions == (version,) * 24
     assert_holds(published, other)
+    metrics = published.metrics()
+    assert metrics["sync/megabytes"] == sum(value.nbytes for _, value in weights_of(other)) / 1e6
+    assert 0 < metrics["sync/megabytes_per_second"] < 1e5
 
 
 def test_an_update_between_the_tokens_of_a_sample(published, model):

@@ -14,7 +14,7 @@ from unirl.errors import UserError
 from unirl.rollout.engine import ProgressCallback
 from unirl.rollout.sglang.background import BackgroundLoop
 from unirl.rollout.sglang.client import RequestRefusedError, ServerLostError
-from unirl.rollout.sglang.control import PauseMode, ServerControl
+from unirl.rollout.sglang.control import MEMORY, PauseMode, ServerControl
 from unirl.rollout.sglang.fleet import Fleet, FleetLimits
 from unirl.rollout.sglang.launch import ServerOptions
 from unirl.rollout.sglang.model import ModelFacts
@@ -177,19 +177,33 @@ class SGLangRolloutEngine:
         self.weight_version = version
 
     def metrics(self) -> dict[str, float]:
-        """See `RolloutEngine.metrics`: servers restarted, samples that went on elsewhere."""
+        """See `RolloutEngine.metrics`: servers restarted, samples that went on elsewhere, the last weight update."""
         return {
             "rollout/server_restarts": self._fleet.num_restarts,
             "rollout/samples_resubmitted": self._num_resubmitted,
+            **self._publisher.metrics(),
         }
 
     def pause(self, mode: PauseMode) -> None:
         """Stop decoding on all servers; see `PauseMode`."""
+        self._fleet.quiet = True
         self._on_all(lambda control: control.pause(mode))
 
     def resume(self) -> None:
         """Go on after `pause`."""
         self._on_all(lambda control: control.resume())
+        self._fleet.quiet = False
+
+    def release_memory(self, tags: Sequence[str] = MEMORY) -> None:
+        """Free device memory of all servers until `resume_memory`; no samples may be in progress."""
+        self._fleet.quiet = True
+        self._on_all(lambda control: control.flush_cache())
+        self._on_all(lambda control: control.release_memory(tags))
+
+    def resume_memory(self, tags: Sequence[str] = MEMORY) -> None:
+        """Take it again; weights come back without values, so update them before anything is generated."""
+        self._on_all(lambda control: control.resume_memory(tags))
+        self._fleet.quiet = False
 
     def abort_all(self) -> None:
         """End all samples in progress; they come back as aborted, with the tokens they have."""

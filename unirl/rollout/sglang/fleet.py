@@ -32,12 +32,14 @@ class Fleet:
     """Servers under supervision: each has a task that looks at it, and revives it where it is dead or hung.
 
     restore: gives a revived server the weights that the others have; None before the first weights were published.
+    quiet: servers are paused or without memory, so that silence is no sign of death: only the end of a process is.
     """
 
     def __init__(self, servers: Sequence[Server], limits: FleetLimits):
         self.servers = list(servers)
         self.limits = limits
         self.restore: Callable[[Server], Awaitable[None]] | None = None
+        self.quiet = False
         self.num_restarts = 0
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task] = []
@@ -168,7 +170,8 @@ class Fleet:
     async def _problem(self, server: Server) -> str | None:
         try:
             server.check_process()
-            await server.control.health(self.limits.health_timeout_s)
+            if not self.quiet:
+                await server.control.health(self.limits.health_timeout_s)
         except (ServerLostError, RequestRefusedError) as error:
             return str(error)
         server.heard()
