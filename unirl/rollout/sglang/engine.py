@@ -186,7 +186,7 @@ class SGLangRolloutEngine:
 
     def pause(self, mode: PauseMode) -> None:
         """Stop decoding on all servers; see `PauseMode`."""
-        self._fleet.quiet = True
+        self._loop.run(self._fleet.keep_quiet())
         self._on_all(lambda control: control.pause(mode))
 
     def resume(self) -> None:
@@ -196,7 +196,7 @@ class SGLangRolloutEngine:
 
     def release_memory(self, tags: Sequence[str] = MEMORY) -> None:
         """Free device memory of all servers until `resume_memory`; no samples may be in progress."""
-        self._fleet.quiet = True
+        self._loop.run(self._fleet.keep_quiet())
         self._on_all(lambda control: control.flush_cache())
         self._on_all(lambda control: control.release_memory(tags))
 

@@ -118,6 +118,12 @@ class Fleet:
                 await stack.enter_async_context(server.lock)
             yield
 
+    async def keep_quiet(self) -> None:
+        """From now on no server is asked for a sign of life, until `quiet` is set to false."""
+        self.quiet = True
+        async with self.all_locked():
+            pass  # checks that were under way have ended
+
     def living(self) -> list[Server]:
         """Servers that are UP."""
         return [server for server in self.servers if server.state is ServerState.UP]
