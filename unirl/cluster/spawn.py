@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -63,7 +64,7 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], timeout_s: f
         for pipe in ready:
             rank = open_ranks.pop(pipe)
             try:
-                failure, results[rank] = pipe.recv()
+                failure, results[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join(5)
                 failure = f"the process died (exit code {processes[rank].exitcode})"
@@ -79,8 +80,13 @@ def _rank_main(pipe: Connection, rank: int, world_size: int, port: int, timeout_
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
-        pipe.send((None, function(*args)))
+        _send(pipe, None, function(*args))
     except Exception:  # noqa: BLE001 (whatever it is, the caller is told)
-        pipe.send((traceback.format_exc(), None))
+        _send(pipe, traceback.format_exc(), None)
     finally:
         dist.destroy_process_group()
+
+
+def _send(pipe: Connection, failure: str | None, result: Any) -> None:
+    # Pickled here: by the pipe's own pickler tensors would stay in memory of this process, which ends now.
+    pipe.send_bytes(pickle.dumps((failure, result)))

@@ -165,6 +165,9 @@ class OptimizerConfig:
         "constant", "Learning-rate schedule after the warm-up.", choices=["constant", "linear", "cosine"]
     )
     warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", ge=0)
+    cpu_offload: bool = key(
+        False, "Hold master weights and moments in host memory and update them there (GPU only): saves GPU memory."
+    )
 
 
 @dataclass
@@ -251,7 +254,22 @@ class ParallelConfig:
     pp: int = key(1, "Pipeline-parallel size.", ge=1)
     cp: int = key(1, "Context-parallel size.", ge=1)
     ep: int = key(1, "Expert-parallel size.", ge=1)
+    vpp: int | None = key(
+        None,
+        "Model chunks that a pipeline stage holds, for the interleaved schedule; null: one piece, scheduled 1F1B.",
+        ge=2,
+    )
     sequence_parallel: bool = key(False, "Shard activations along the sequence in TP groups.")
+    use_distributed_optimizer: bool = key(
+        False, "Split master weights and moments over the data-parallel ranks instead of holding them on each."
+    )
+    overlap_grad_reduce: bool = key(
+        False, "Sum gradients over data-parallel ranks while the backward pass goes on, bucket by bucket."
+    )
+    deterministic: bool = key(
+        False, "Deterministic kernels only: the same layout and seed give the same bits; slower on GPU."
+    )
+    timeout_s: float = key(1800.0, "Seconds after which a collective that a rank does not join fails.", gt=0)
 
 
 @dataclass

@@ -42,7 +42,7 @@ class CheckpointStore:
 
         Raises UserError on a full disk.
         """
-        target = self._folder(iteration)
+        target = self.folder(iteration)
         aside = self.path / f".tmp-{target.name}"
         try:
             self._clean()
@@ -62,7 +62,7 @@ class CheckpointStore:
                 "make room, or point run_dir elsewhere; earlier checkpoints are whole, continue with resume=auto"
             ) from error
         for old in self.iterations()[: -self.keep]:
-            shutil.rmtree(self._folder(old))
+            shutil.rmtree(self.folder(old))
         return target
 
     def load_newest(
@@ -93,7 +93,7 @@ class CheckpointStore:
 
         Raises UserError where the checkpoint holds other models, DamagedCheckpointError where it cannot be read.
         """
-        folder = self._folder(iteration)
+        folder = self.folder(iteration)
         try:
             state = json.loads((folder / "state.json").read_text())
             self._check_models(folder, readers)
@@ -114,12 +114,13 @@ class CheckpointStore:
             )
 
     def _set_aside(self, iteration: int) -> None:
-        folder = self._folder(iteration)
+        folder = self.folder(iteration)
         aside = folder.with_name(f"damaged_{folder.name}")
         shutil.rmtree(aside, ignore_errors=True)  # of the same iteration, damaged before
         folder.rename(aside)
 
-    def _folder(self, iteration: int) -> Path:
+    def folder(self, iteration: int) -> Path:
+        """Where the checkpoint of that iteration is, or would be."""
         return self.path / f"iteration_{iteration:08d}"
 
     def _clean(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from unirl.algorithms import Metric, PolicyLossFunction
 from unirl.errors import UserError
@@ -24,23 +25,41 @@ def fuses(loss_fn: Callable, loss_kernel: str) -> bool:
 
 
 def fused_loss(
-    loss_fn: PolicyLossFunction, batch: MicroBatch, logits: torch.Tensor, *, temperature: float, vocab: int
+    loss_fn: PolicyLossFunction,
+    batch: MicroBatch,
+    logits: torch.Tensor,
+    *,
+    temperature: float,
+    vocab: int,
+    group: dist.ProcessGroup | None = None,
+    rows: torch.Tensor | None = None,
+    of_all_rows: Callable[..., tuple[torch.Tensor, ...]] = lambda *values: values,
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """Loss and metrics of `loss_fn` on the micro-batch; logits [R, V] are overwritten with the gradient at once."""
+    """Loss and metrics of `loss_fn` on the micro-batch; logits [R, V] are overwritten with the gradient at once.
+
+    group: ranks over which the vocabulary is split. rows [R of this rank] int64: the response tokens whose logits this
+    rank has, None: all; `of_all_rows(values [R of this rank], ...)` then gathers values [R]. The loss is that of the
+    rows of this rank, the metrics are those of all.
+    """
     terms = loss_fn.surrogate_terms(batch)
+
+    def own(values: torch.Tensor | None) -> torch.Tensor | None:
+        return values if rows is None or values is None else values[rows]
+
     found = fused_policy_loss(
         logits,
-        batch.targets,
+        own(batch.targets),
         loss_fn.config,
-        old_logp=terms.old_logp,
-        anchor_logp=terms.anchor_logp,
-        advantages=terms.advantages,
-        weights=terms.weights,
-        entropy_weights=terms.entropy_weights,
-        loss_mask=terms.live,
+        old_logp=own(terms.old_logp),
+        anchor_logp=own(terms.anchor_logp),
+        advantages=own(terms.advantages),
+        weights=own(terms.weights),
+        entropy_weights=own(terms.entropy_weights),
+        loss_mask=own(terms.live),
         with_entropy=True,
         temperature=temperature,
         vocab=vocab,
+        group=group,
     )
-    _, metrics = loss_fn(batch, found.logp, found.entropy)
+    _, metrics = loss_fn(batch, *of_all_rows(found.logp, found.entropy))
     return found.loss, metrics

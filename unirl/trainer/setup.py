@@ -21,8 +21,8 @@ from unirl.rollout.workflow import Workflow
 from unirl.train.megatron.actor import MegatronActor
 from unirl.train.megatron.architecture import read_architecture
 from unirl.train.megatron.critic import MegatronCritic
+from unirl.train.megatron.hf_folder import resolve_folder
 from unirl.train.megatron.policy import MegatronPolicy
-from unirl.train.megatron.weights import resolve_folder
 from unirl.trainer.sglang_setup import make_sglang_engine
 from unirl.utils.dotted import load_callable
 

@@ -4,10 +4,16 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from tests.train.megatron.conftest import FAMILIES, assert_gradients_close, make_batches, sample_tokens
+from tests.train.megatron.conftest import (
+    FAMILIES,
+    assert_gradients_close,
+    make_batches,
+    reference_gradients,
+    sample_tokens,
+)
 from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from unirl.train.megatron.critic import MegatronCritic
-from unirl.train.megatron.weights import iterate_gradients, iterate_weights
+from unirl.train.megatron.weights import iterate_weights
 
 
 @pytest.fixture
@@ -67,11 +73,10 @@ def test_values_and_gradients_equal_those_of_transformers(make_folder, make_crit
 
     assert critic.forward_backward([batch], squared_loss) == [{"tokens": batch.targets.numel()}]
     squared_loss(batch, expected)[0].backward()
-    gradients = {name.removeprefix("model."): gradient for name, gradient in iterate_gradients(critic.model)}
+    gradients = {name.removeprefix("model."): gradient for name, gradient in critic.gradients()}
     head = critic.model.value_head
     gradients |= {"weight": head.weight.main_grad, "bias": head.bias.main_grad}
-    expected_gradients = {name: parameter.grad for name, parameter in trunk.named_parameters()}
-    assert_gradients_close(gradients, expected_gradients | {"weight": weight.grad, "bias": bias.grad})
+    assert_gradients_close(gradients, reference_gradients(trunk) | {"weight": weight.grad, "bias": bias.grad})
 
 
 def test_any_packing_and_shared_prompts_give_the_same_values(make_folder, make_critic):
@@ -128,5 +133,5 @@ def test_it_learns_and_two_and_two_steps_are_four_steps(tmp_path, make_folder, m
     assert after == train(resumed, 2)
     assert after[-1] < before[0]
     assert torch.equal(head.weight, resumed.model.value_head.weight)
-    pairs = zip(iterate_weights(critic.model), iterate_weights(resumed.model), strict=True)
+    pairs = zip(iterate_weights(critic.chunks), iterate_weights(resumed.chunks), strict=True)
     assert all(torch.equal(weight, other) for (_, weight), (_, other) in pairs)

@@ -1,15 +1,18 @@
 """The policy under training: log-probs, gradients, optimizer steps, checkpoints and exports."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, StackConfig
 from unirl.train.fused_loss import fused_loss, fuses
+from unirl.train.megatron.hosted import of_all_rows
+from unirl.train.megatron.model import context_split
 from unirl.train.megatron.policy import MegatronPolicy
 from unirl.train.megatron.training import Trained
-from unirl.train.megatron.weights import iterate_gradients, iterate_weights, write_hf_folder
+from unirl.train.megatron.weights import export_hf, iterate_weights
 from unirl.train.packing import MicroBatch
 
 LossFn = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict]]
@@ -46,31 +49,44 @@ class MegatronActor(Trained, MegatronPolicy):
         self._start_training(optimizer, max_grad_norm=stack.max_grad_norm, total_steps=total_steps)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn) -> list[dict]:
-        """Set the gradients to those of the sum of the losses of `micro_batches`; returns the metrics of each."""
+        """Set the gradients to those of the sum of the losses of `micro_batches`, of all replicas; returns the metrics
+        of each, [] before the last pipeline stage.
+        """
 
         fused = fuses(loss_fn, self._loss_kernel)
 
         def loss_of(batch: MicroBatch, output: torch.Tensor):
-            if fused:
-                return fused_loss(loss_fn, batch, output, temperature=self.temperature, vocab=self.vocab_size)
-            return loss_fn(batch, *self._token_log_probs(batch, output))
+            return (
+                self._fused_loss(loss_fn, batch, output)
+                if fused
+                else loss_fn(batch, *self._token_log_probs(batch, output))
+            )
 
         return self._backward(micro_batches, loss_of)
 
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, copy of the gradient, float32) of every weight, in the order of `export_weights`.
-
-        After `optimizer_step` they are the clipped ones.
-        """
-        return iterate_gradients(self.model)
+    def _fused_loss(self, loss_fn: LossFn, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        split = context_split(batch)
+        return fused_loss(
+            loss_fn,
+            batch,
+            logits,
+            temperature=self.temperature,
+            vocab=self.vocab_size,
+            group=self._vocab_group,
+            rows=None if split is None else split.rows,
+            of_all_rows=partial(of_all_rows, batch),
+        )
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, copy of the full tensor) of every weight, in a fixed order, in the dtype of training.
 
-        The vocabulary is without padding and a tied head is not repeated.
+        The vocabulary is without padding and a tied head is not repeated. Every rank runs it to its end and gets all.
         """
-        return iterate_weights(self.model)
+        return iterate_weights(self.chunks)
 
     def export_hf(self, folder: Path) -> None:
-        """Write a new Hugging Face folder: weights, config and tokenizer. Raises FileExistsError where it exists."""
-        write_hf_folder(self.export_weights(), self.folder, folder)
+        """Write a new Hugging Face folder: weights, config and tokenizer; all ranks call it, rank 0 writes.
+
+        Raises FileExistsError where it exists.
+        """
+        export_hf(self.chunks, self.folder, folder)

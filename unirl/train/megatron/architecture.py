@@ -1,5 +1,6 @@
 """What a Hugging Face config says of a policy, checked: anything that training would not reproduce is refused."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,8 +8,22 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from unirl.config.schema import ParallelConfig
 from unirl.errors import UserError
 from unirl.train.megatron.rope import Llama3Scaling, RopeConfig
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts:
+    """Every layer's MLP is `num_experts` small ones of which a router picks `experts_per_token` for each token.
+
+    normalized: the weights of the picked experts sum to 1 (config.json: norm_topk_prob).
+    """
+
+    num_experts: int
+    experts_per_token: int
+    ffn_hidden_size: int
+    normalized: bool
 
 
 @dataclass(frozen=True)
@@ -29,6 +44,7 @@ class Architecture:
     qk_norm: bool
     qkv_bias: bool
     tied: bool
+    moe: MixtureOfExperts | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,7 @@ class _Family:
     qk_norm: bool
     qkv_bias: bool
     required: dict[str, Any]
+    experts: bool = False
 
 
 _REQUIRED: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
@@ -45,6 +62,17 @@ _FAMILIES = {
     "llama": _Family(qk_norm=False, qkv_bias=False, required={"attention_bias": False, "mlp_bias": False}),
     "qwen2": _Family(qk_norm=False, qkv_bias=True, required={"use_sliding_window": False}),
     "qwen3": _Family(qk_norm=True, qkv_bias=False, required={"attention_bias": False, "use_sliding_window": False}),
+    "qwen3_moe": _Family(
+        qk_norm=True,
+        qkv_bias=False,
+        required={
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        experts=True,
+    ),
 }
 MODEL_TYPES = tuple(_FAMILIES)
 
@@ -82,6 +110,47 @@ def read_architecture(folder: Path, *, trust_remote_code: bool = False) -> Archi
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
         tied=bool(config.tie_word_embeddings),
+        moe=_read_experts(config) if family.experts else None,
+    )
+
+
+def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
+    """Raises UserError, with the sizes that fit, where the model cannot be split by `parallel`."""
+    split_by_tp = {"attention heads": architecture.num_heads, "key-value heads": architecture.num_kv_heads}
+    if architecture.moe is None:
+        split_by_tp["columns of the MLP"] = architecture.ffn_hidden_size
+    elif parallel.ep == 1:
+        split_by_tp["columns of an expert"] = architecture.moe.ffn_hidden_size
+    _check_divides("tp", parallel.tp, split_by_tp)
+    _check_divides("pp", parallel.pp, {"layers": architecture.num_layers})
+    if parallel.vpp is not None:
+        if parallel.pp == 1:
+            raise UserError(f"parallel.vpp={parallel.vpp}: a pipeline of one stage has no chunks, set it to null")
+        _check_divides("vpp", parallel.vpp, {"layers of a stage": architecture.num_layers // parallel.pp})
+    if parallel.sequence_parallel and parallel.tp == 1:
+        raise UserError("parallel.sequence_parallel=true needs parallel.tp > 1")
+    if architecture.moe is not None:
+        _check_divides("ep", parallel.ep, {"experts": architecture.moe.num_experts})
+        if parallel.tp > 1 and not parallel.sequence_parallel:
+            raise UserError("a model with experts needs parallel.sequence_parallel=true where parallel.tp > 1")
+    elif parallel.ep > 1:
+        raise UserError(f"parallel.ep={parallel.ep}: the model has no experts, set parallel.ep=1")
+
+
+def _check_divides(key: str, size: int, parts: dict[str, int]) -> None:
+    largest = math.gcd(*parts.values())
+    if largest % size:
+        found = ", ".join(f"{number} {what}" for what, number in parts.items())
+        fit = ", ".join(str(divisor) for divisor in range(1, largest + 1) if largest % divisor == 0)
+        raise UserError(f"parallel.{key}={size} does not divide what the model has: {found}; sizes that fit: {fit}")
+
+
+def _read_experts(config: PretrainedConfig) -> MixtureOfExperts:
+    return MixtureOfExperts(
+        num_experts=config.num_experts,
+        experts_per_token=config.num_experts_per_tok,
+        ffn_hidden_size=config.moe_intermediate_size,
+        normalized=bool(config.norm_topk_prob),
     )
 
 

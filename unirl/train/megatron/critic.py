@@ -7,6 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from unirl.train.megatron.architecture import Architecture
+from unirl.train.megatron.hosted import of_all_rows
 from unirl.train.megatron.model import ValueModel
 from unirl.train.megatron.training import Trained
 from unirl.train.packing import MicroBatch
@@ -36,12 +37,18 @@ class MegatronCritic(Trained):
         self._start_training(optimizer, max_grad_norm=max_grad_norm, total_steps=total_steps)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_fn: ValueLossFn) -> list[dict]:
-        """Set the gradients to those of the sum of the losses of `micro_batches`; returns the metrics of each."""
-        return self._backward(micro_batches, loss_fn)
+        """Set the gradients to those of the sum of the losses of `micro_batches`, of all replicas; returns the metrics
+        of each, [] before the last pipeline stage.
+        """
+        return self._backward(micro_batches, lambda batch, values: loss_fn(batch, *of_all_rows(batch, values)))
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Values of the response tokens, [R] float32, for every micro-batch."""
-        return self._collect(micro_batches, lambda batch, values: values)
+        """Values of the response tokens, [R] float32, on the CPU, for every micro-batch; [] before the last pipeline
+        stage.
+        """
+        return self._collect(micro_batches, lambda batch, values: of_all_rows(batch, values)[0].cpu())
 
-    def _make_model(self, architecture: Architecture, config: TransformerConfig, seed: int) -> ValueModel:
-        return ValueModel(architecture, config, seed=seed)
+    def _make_chunk(
+        self, architecture: Architecture, config: TransformerConfig, seed: int, vp_stage: int | None
+    ) -> ValueModel:
+        return ValueModel(architecture, config, vp_stage, seed=seed)

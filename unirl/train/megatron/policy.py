@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from unirl.config.schema import ModelConfig, ParallelConfig
 from unirl.kernels import linear_token_logprob, token_logprob
 from unirl.train.megatron.architecture import Architecture
-from unirl.train.megatron.hosted import HostedModel
-from unirl.train.megatron.model import PolicyModel
+from unirl.train.megatron.hosted import HostedModel, of_all_rows
+from unirl.train.megatron.model import PolicyModel, context_split
 from unirl.train.packing import MicroBatch
 
 
@@ -33,20 +35,42 @@ class MegatronPolicy(HostedModel):
         self.temperature = temperature
         self.logits_chunk_tokens = logits_chunk_tokens
         super().__init__(model, parallel=parallel, seed=seed, recompute=recompute)
-        self.model.stores_logits = logits_chunk_tokens is None
+        for chunk in self.chunks:
+            chunk.stores_logits = logits_chunk_tokens is None
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Log-probs and entropies (in nats) of the response tokens, [R] float32 each, for every micro-batch."""
-        return self._collect(micro_batches, self._token_log_probs)
+        """Log-probs and entropies (in nats) of the response tokens, [R] float32 each, on the CPU, for every
+        micro-batch; [] before the last pipeline stage.
+        """
+        found = self._collect(micro_batches, self._token_log_probs)
+        return [(logp.cpu(), entropy.cpu()) for logp, entropy in found]
 
-    def _make_model(self, architecture: Architecture, config: TransformerConfig, seed: int) -> PolicyModel:
-        return PolicyModel(architecture, config)
+    def _make_chunk(
+        self, architecture: Architecture, config: TransformerConfig, seed: int, vp_stage: int | None
+    ) -> PolicyModel:
+        return PolicyModel(architecture, config, vp_stage)
 
-    def _token_log_probs(self, batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """output: logits [R, V], or hidden states [R, H] where the logits are not stored."""
-        options = {"temperature": self.temperature, "vocab": self.vocab_size, "with_entropy": True}
+    @property
+    def _vocab_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which the vocabulary is split; None where it is not."""
+        return parallel_state.get_tensor_model_parallel_group() if self.parallel.tp > 1 else None
+
+    def _token_log_probs(self, batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """output: logits [R, V], or hidden states [R, H] where the logits are not stored, of the response tokens and of
+        the vocabulary of this rank -> log-probs and entropies of all response tokens [R].
+        """
+        split = context_split(batch)
+        targets = batch.targets if split is None else batch.targets[split.rows]
+        options = {
+            "temperature": self.temperature,
+            "vocab": self.vocab_size,
+            "with_entropy": True,
+            "group": self._vocab_group,
+        }
         if self.logits_chunk_tokens is None:
-            return token_logprob(output, batch.targets, **options)
-        return linear_token_logprob(
-            output, self.model.head_weight, batch.targets, chunk_tokens=self.logits_chunk_tokens, **options
-        )
+            found = token_logprob(output, targets, **options)
+        else:
+            found = linear_token_logprob(
+                output, self.model.head_weight, targets, chunk_tokens=self.logits_chunk_tokens, **options
+            )
+        return of_all_rows(batch, *found)

@@ -1,16 +1,20 @@
 """What makes a hosted model a model under training: gradients, optimizer, checkpoints."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
+from unirl.algorithms import Metric
 from unirl.config.schema import OptimizerConfig
 from unirl.train.megatron import state
 from unirl.train.megatron.hosted import HostedModel
 from unirl.train.megatron.optimizer import PolicyOptimizer, StepResult
+from unirl.train.megatron.weights import iterate_gradients
 from unirl.train.packing import MicroBatch
 
 
@@ -21,35 +25,57 @@ class Trained(HostedModel):
         """`total_steps` is the length of the learning-rate schedule."""
         with ExitStack() as on_error:
             on_error.callback(self.close)
-            config = self.model.requires_grad_(True).config
-            self._module = self._ddp = DistributedDataParallel(
-                config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model
-            )
-            config.no_sync_func = self._ddp.no_sync
-            config.finalize_model_grads_func = _finalize_undivided
+            self._modules = self._ddp = self._with_gradients()
             self.optimizer = PolicyOptimizer(
                 self._ddp, optimizer, max_grad_norm=max_grad_norm, total_steps=total_steps, dtype=self.dtype
             )
             on_error.pop_all()
 
-    def optimizer_step(self) -> StepResult:
-        """Clip the gradients to the maximal norm and update the weights.
+    def _with_gradients(self) -> list[DistributedDataParallel]:
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=self.parallel.use_distributed_optimizer,
+            overlap_grad_reduce=self.parallel.overlap_grad_reduce,
+        )
+        config = self.chunks[0].config
+        wrapped = [
+            DistributedDataParallel(config, ddp_config, chunk.requires_grad_(True), disable_bucketing=index > 0)
+            for index, chunk in enumerate(self.chunks)
+        ]
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        config.finalize_model_grads_func = _finalize_undivided
+        return wrapped
 
-        Where the gradient norm is not finite, weights, moments and schedule stay as they are and the result is
-        `skipped`.
+    def optimizer_step(self) -> StepResult:
+        """Clip the gradients to the maximal norm and update the weights; the same result on every rank.
+
+        Where the gradient norm, over all ranks, is not finite, weights, moments and schedule stay as they are and the
+        result is `skipped`.
         """
         return self.optimizer.step()
 
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, copy of the gradient, float32) of every weight that Hugging Face knows; every rank runs
+        it to its end and gets all. After `optimizer_step` they are the clipped ones.
+        """
+        return iterate_gradients(self._ddp)
+
     def save(self, folder: Path) -> None:
-        """Write weights, master weights, moments and step count into the existing `folder`."""
+        """Write weights, master weights, moments and step count into the existing `folder`.
+
+        Raises RuntimeError on several processes.
+        """
+        self._check_single_process()
         state.save_state(self.model, self.optimizer, folder)
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote: the same steps to the bit.
 
         The optimizer's settings are those given here, not those of the checkpoint. Raises UserError for a checkpoint
-        of another model.
+        of another model, RuntimeError on several processes.
         """
+        self._check_single_process()
         state.load_state(self.model, self.optimizer, folder)
 
     def close(self) -> None:
@@ -57,20 +83,37 @@ class Trained(HostedModel):
         self._ddp = self.optimizer = None
         super().close()
 
+    def _check_single_process(self) -> None:
+        if dist.get_world_size() > 1 or self.parallel.use_distributed_optimizer:
+            raise RuntimeError("the state of a single process alone is saved and loaded here, without sharded weights")
+
     def _backward(self, micro_batches: Sequence[MicroBatch], loss_of: Callable) -> list[dict]:
-        """Set the gradients to those of the sum of `loss_of(micro_batch, output of the model)`, a pair (loss, metrics);
-        returns the metrics of each.
+        """Set the gradients to those of the sum of `loss_of(micro_batch, output of the model)`, a pair (loss, metrics),
+        over the micro-batches of all replicas; returns the metrics of each of this replica.
         """
-        self._ddp.zero_grad_buffer()
+        for chunk in self._ddp:
+            chunk.zero_grad_buffer()
+            chunk.train()
         self.optimizer.zero_grad()
-        self._ddp.train()
 
         def counted_loss(batch: MicroBatch, output: torch.Tensor):
             loss, metrics = loss_of(batch, output)
+            if not loss.requires_grad:
+                loss = loss + output[:0].sum()  # so that the backward pass, with its collectives, runs on every rank
             # The count in the middle is what Megatron would divide by, see finalize_model_grads_func.
-            return loss, torch.tensor(batch.targets.numel(), dtype=torch.int), metrics
+            return loss, torch.tensor(batch.targets.numel(), dtype=torch.int), _on_host(metrics)
 
         return self._run(micro_batches, counted_loss)
+
+
+def _on_host(metrics: dict) -> dict:
+    """The metrics in host memory: they go to another process."""
+    return {
+        name: replace(metric, value=metric.value.cpu(), count=metric.count.cpu())
+        if isinstance(metric, Metric)
+        else metric
+        for name, metric in metrics.items()
+    }
 
 
 def _finalize_undivided(chunks: list[DistributedDataParallel], num_tokens=None, **kwargs) -> None:

@@ -1,157 +1,240 @@
-"""Hugging Face folders in and out of a policy, one tensor at a time."""
+"""Hugging Face weights into and out of the shards of a model, whatever its parallel sizes, one tensor at a time."""
 
-import json
-import os
-import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 
 from unirl.errors import UserError
+from unirl.train.megatron.hf_folder import MAX_SHARD_BYTES, HfTensors, write_hf_folder
 from unirl.train.megatron.model import PackedModel
 from unirl.train.megatron.names import WeightMap, weight_maps
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-MAX_SHARD_BYTES = 5 * 2**30
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+Receivers = Literal["all", "first", "stages"]
+"""Which ranks are given the full tensors: every rank; rank 0 alone; or, of each pipeline stage, its first rank, which
+is given the tensors of its own stage."""
+
+_NOT_IN_HF = "value_head."
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")
+_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+"""Of experts in one grouped matrix product: the weight of expert 3 is called weight3."""
 
 
-def resolve_folder(path: str) -> Path:
-    """The Hugging Face folder at `path`, or of the hub name `path`, downloaded into the hub's cache."""
-    if Path(path).is_dir():
-        return Path(path)
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise UserError(f"model.path: there is no folder {path}")
-    try:
-        return Path(snapshot_download(path, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack"]))
-    except OSError as error:
-        raise UserError(f"{path}: no such folder, and the model hub gives no model of that name: {error}") from error
+def load_weights(chunks: Sequence[PackedModel], folder: Path) -> None:
+    """Fill every weight of this rank's `chunks` (one for each virtual pipeline stage) from the safetensors of `folder`.
 
-
-def load_weights(model: PackedModel, folder: Path) -> None:
-    """Fill every weight of `model` from the safetensors of `folder`.
-
-    Raises UserError where there are no safetensors, a file cannot be read, a name is missing, a name has no place in
-    the model, or a shape is another one.
+    Each rank reads the slices it owns and nothing else; no rank waits for another. Raises UserError where there are no
+    safetensors, a file cannot be read, a name is missing, a name has no place in the model, or a shape is another one.
     """
-    try:
-        _fill(model, folder)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"{folder}: the weights cannot be read: {error}; fetch or export the model again") from error
-
-
-def _fill(model: PackedModel, folder: Path) -> None:
-    parameters = dict(model.named_parameters())
-    maps = weight_maps(model.architecture, model.vocab_size)
-    files = _tensor_files(folder)
-    _check_names(folder, set(files), maps, tied=model.architecture.tied)
-    with ExitStack() as stack, torch.no_grad():
-        opened = {file: stack.enter_context(safe_open(folder / file, "pt")) for file in sorted(set(files.values()))}
-        for weight in maps:
-            source = weight.layout.join([opened[files[name]].get_tensor(name) for name in weight.hf_names])
-            target = parameters[weight.name]
-            if source.shape != target.shape:
+    maps = {weight.name: weight for weight in weight_maps(chunks[0].architecture, chunks[0].vocab_size)}
+    with HfTensors(folder) as tensors, torch.no_grad():
+        tensors.check_names(maps.values())
+        for name, parameter in global_parameters(chunks).items():
+            if name not in maps:
+                raise RuntimeError(f"names.py has no weight {name}: a family that is not mapped whole")
+            weight = maps[name]
+            group = _tensor_group(weight)
+            shard = weight.read([tensors[name] for name in weight.hf_names], group.rank(), group.size())
+            if shard.shape != parameter.shape:
                 raise UserError(
-                    f"{folder}: {' + '.join(weight.hf_names)} give a weight of shape {tuple(source.shape)}, "
-                    f"config.json implies {tuple(target.shape)}"
+                    f"{folder}: {' + '.join(weight.hf_names)} give a weight of shape {tuple(shard.shape)}, "
+                    f"config.json implies {tuple(parameter.shape)}"
                 )
-            target.copy_(source)
+            parameter.copy_(shard)
 
 
-def iterate_weights(model: PackedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, copy of the full tensor) of every weight, in a fixed order; no duplicate of a tied head."""
-    return _by_hf_name(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
+def iterate_weights(
+    chunks: Sequence[PackedModel], *, receivers: Receivers = "all"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, copy of the full tensor) of every weight, in the order of `weight_maps`; the vocabulary
+    without padding and a tied head not repeated.
 
-
-def iterate_gradients(model: PackedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same for the gradients, float32, of a model that Megatron's DistributedDataParallel wraps."""
-    return _by_hf_name(model, {name: parameter.main_grad for name, parameter in model.named_parameters()})
-
-
-def _by_hf_name(model: PackedModel, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    for weight in weight_maps(model.architecture, model.vocab_size):
-        parts = weight.layout.split(tensors[weight.name])
-        yield from zip(weight.hf_names, (part.clone() for part in parts), strict=True)
-
-
-def write_hf_folder(weights: Iterable[tuple[str, torch.Tensor]], source: Path, folder: Path) -> None:
-    """Write `weights` and the other files of the `source` folder (config, tokenizer) to the new folder `folder`.
-
-    Everything is written to a folder beside it, which is then renamed. The config names the dtype of the weights.
-    Raises FileExistsError where `folder` exists.
+    Collective: every rank runs the iterator to its end. Ranks that are not among the receivers are given nothing. A
+    rank holds one weight at a time. With an optimizer that gathers parameters late
+    (overlap_param_gather), force that first.
     """
-    if folder.exists():
+    tensors = {name: parameter.detach() for name, parameter in global_parameters(chunks).items()}
+    return iter(_FullTensors(chunks[0], tensors, receivers))
+
+
+def iterate_gradients(
+    modules: Sequence[DistributedDataParallel], *, receivers: Receivers = "all"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same for the gradients, float32, of the chunks that Megatron's DistributedDataParallel wraps.
+
+    The distributed optimizer leaves each rank with the sum over its own part of the gradients; the parts are gathered
+    in place.
+    """
+    for module in modules:
+        _gather_gradients(module)
+    chunks = [module.module for module in modules]
+    tensors = {name: parameter.main_grad for name, parameter in global_parameters(chunks).items()}
+    return iter(_FullTensors(chunks[0], tensors, receivers))
+
+
+def export_hf(
+    chunks: Sequence[PackedModel], source: Path, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write a new Hugging Face folder from any layout, see `write_hf_folder`: collective, rank 0 writes.
+
+    Raises FileExistsError on every rank where `folder` exists.
+    """
+    exists = [folder.exists()]
+    dist.broadcast_object_list(exists, src=0)
+    if exists[0]:
         raise FileExistsError(f"{folder} exists: give a new folder, or remove it")
-    aside = folder.with_name(folder.name + ".part")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, aside / file.name)
-    dtype = _write_safetensors(weights, aside)
-    config = json.loads((source / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    os.rename(aside, folder)
+    weights = iterate_weights(chunks, receivers="first")
+    try:
+        if dist.get_rank() == 0:
+            write_hf_folder(weights, source, folder, max_shard_bytes=max_shard_bytes)
+    finally:
+        for _ in weights:  # the other ranks wait for this one, also where it could not write
+            pass
 
 
-def _tensor_files(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
-    if (folder / INDEX).exists():
-        return json.loads((folder / INDEX).read_text())["weight_map"]
-    if (folder / SINGLE).exists():
-        with safe_open(folder / SINGLE, "pt") as file:
-            return dict.fromkeys(file.keys(), SINGLE)
-    raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: convert the model to safetensors")
+def global_parameters(chunks: Sequence[PackedModel]) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters that Hugging Face knows, under the names they have in a model of one rank."""
+    return {
+        global_name(chunk, name): parameter
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if not name.startswith(_NOT_IN_HF)
+    }
 
 
-def _check_names(folder: Path, found: set[str], maps: list[WeightMap], *, tied: bool) -> None:
-    expected = {name for weight in maps for name in weight.hf_names}
-    # A tied head may be stored a second time, and old checkpoints store RoPE's constants.
-    found = {name for name in found if not name.endswith("rotary_emb.inv_freq")}
-    if tied:
-        found.discard("lm_head.weight")
-    if found != expected:
-        missing, unknown = sorted(expected - found), sorted(found - expected)
-        raise UserError(
-            f"{folder}: the weights do not match config.json; missing: {missing[:5] or 'none'} ({len(missing)}), "
-            f"without a place: {unknown[:5] or 'none'} ({len(unknown)})"
-        )
+def global_name(chunk: PackedModel, name: str) -> str:
+    """The name in a model of one rank, without Transformer Engine: layers and experts counted over all ranks."""
+    name = _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
+
+    def layer(found: re.Match) -> str:
+        return str(chunk.decoder.layers[int(found[0])].layer_number - 1)
+
+    def expert(found: re.Match) -> str:
+        return str(parallel_state.get_expert_model_parallel_rank() * _local_experts(chunk) + int(found[0]))
+
+    return _EXPERT.sub(expert, _LAYER.sub(layer, name))
 
 
-def _write_safetensors(weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> torch.dtype:
-    """One file, or shards and their index; returns the dtype of the weights."""
-    shards: list[list[str]] = []
-    shard: dict[str, torch.Tensor] = {}
-    size = total = 0
+class _FullTensors:
+    """The full tensors, under Hugging Face names, of which `tensors` are this rank's shards under global names."""
 
-    def flush() -> None:
-        save_file(shard, folder / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
-        shards.append(list(shard))
-        shard.clear()
+    def __init__(self, model: PackedModel, tensors: dict[str, torch.Tensor], receivers: Receivers):
+        self._tensors = tensors
+        self._maps = [weight for weight in weight_maps(model.architecture, model.vocab_size) if weight.exported]
+        self._local_experts = _local_experts(model)
+        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        self._across_stages = receivers != "stages"
+        self._owners = self._find_owners()
+        first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        first_of_stage = first_replica and parallel_state.get_tensor_model_parallel_rank() == 0
+        self._sends = first_replica or receivers == "all"
+        self._receives = {
+            "all": True,
+            "first": first_of_stage and self._stage == 0,
+            "stages": first_of_stage,
+        }[receivers]
 
-    for name, tensor in weights:
-        if shard and size + tensor.nbytes > MAX_SHARD_BYTES:
-            flush()
-            size = 0
-        shard[name] = tensor.cpu().contiguous()
-        size, total, dtype = size + tensor.nbytes, total + tensor.nbytes, tensor.dtype
-    flush()
-    if len(shards) == 1:
-        os.rename(folder / "shard-0.safetensors", folder / SINGLE)
-        return dtype
-    weight_map = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        os.rename(folder / f"shard-{number}.safetensors", folder / file)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return dtype
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for weight in self._maps:
+            owned = self._owners[weight.name].stage == self._stage
+            if not (owned or self._across_stages):
+                continue
+            shard = self._tensors.get(weight.name)
+            if owned and weight.expert is not None:
+                shard = self._from_expert_rank(weight, shard)  # of all replicas, experts are spread over them
+            if not self._sends:
+                continue
+            if self._across_stages:
+                shard = self._from_stage(weight, shard)
+            shards = _all_shards(weight, shard)
+            if self._receives:
+                yield from weight.merge(shards)
+
+    def _find_owners(self) -> dict[str, "_Owner"]:
+        own = {name: _Owner(self._stage, tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}
+        by_stage = [own]
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() > 1:
+            by_stage = [None] * group.size()
+            dist.all_gather_object(by_stage, own, group=group)
+        owners = {name: owner for owned in by_stage for name, owner in owned.items()}
+        for weight in self._maps:
+            if weight.expert is not None:  # this expert-parallel rank's experts say which stage has the layer
+                owners.setdefault(weight.name, owners[self._own_expert(weight)])
+        return owners
+
+    def _from_expert_rank(self, weight: WeightMap, shard: torch.Tensor | None) -> torch.Tensor:
+        group = parallel_state.get_expert_model_parallel_group()
+        if group.size() == 1:
+            return shard
+        if shard is None:
+            shard = self._empty(weight)
+        source = dist.get_global_rank(group, weight.expert // self._local_experts)
+        dist.broadcast(shard, source, group=group)
+        return shard
+
+    def _from_stage(self, weight: WeightMap, shard: torch.Tensor | None) -> torch.Tensor:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() == 1:
+            return shard
+        if shard is None:
+            shard = self._empty(weight)
+        dist.broadcast(shard, dist.get_global_rank(group, self._owners[weight.name].stage), group=group)
+        return shard
+
+    def _own_expert(self, weight: WeightMap) -> str:
+        """The name of the same weight of an expert of this expert-parallel rank."""
+        first = parallel_state.get_expert_model_parallel_rank() * self._local_experts
+        return _EXPERT.sub(str(first + weight.expert % self._local_experts), weight.name)
+
+    def _empty(self, weight: WeightMap) -> torch.Tensor:
+        owner = self._owners[weight.name]
+        device = next(iter(self._tensors.values())).device
+        return torch.empty(owner.shape, dtype=owner.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """The pipeline stage that has a weight, and what each shard of it is like."""
+
+    stage: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _all_shards(weight: WeightMap, shard: torch.Tensor) -> list[torch.Tensor]:
+    group = _tensor_group(weight)
+    if weight.tp_dim is None or group.size() == 1:
+        return [shard]
+    shards = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(shards, shard, group=group)
+    return shards
+
+
+def _tensor_group(weight: WeightMap) -> dist.ProcessGroup:
+    if weight.expert is None:
+        return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
+def _local_experts(model: PackedModel) -> int:
+    return (model.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+
+
+def _gather_gradients(module: DistributedDataParallel) -> None:
+    if not module.ddp_config.use_distributed_optimizer:
+        return
+    for bucket_group in module.bucket_groups + module.expert_parallel_bucket_groups:
+        group = bucket_group.intra_distributed_optimizer_instance_group
+        if group.size() == 1:
+            continue
+        for bucket in bucket_group.buckets:
+            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
