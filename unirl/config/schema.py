@@ -99,11 +99,14 @@ class RolloutConfig:
     mem_fraction: float | None = key(
         None, "Share of a device's memory for weights and cache; null: 0.3 on CPU, SGLang's choice on CUDA.", gt=0, lt=1
     )
+    max_total_tokens: int | None = key(
+        None, "Tokens in a SGLang server's cache; null: what mem_fraction leaves room for.", ge=1
+    )
     deterministic: bool = key(
         True, "Samples of SGLang servers depend on their seeds alone; on CUDA that costs throughput."
     )
     server_args: dict[str, Any] = key(
-        factory=dict, doc="Further options of SGLang servers, e.g. {max_total_tokens: 16384}."
+        factory=dict, doc="Further options of SGLang servers, e.g. {chunked_prefill_size: 8192}."
     )
     timeout_s: float = key(600.0, "Seconds a sample may go without a token before its server counts as lost.", gt=0)
     start_timeout_s: float = key(600.0, "Seconds a SGLang server may take to start.", gt=0)
@@ -331,6 +334,17 @@ class ClusterConfig:
 
 
 @dataclass
+class DebugConfig:
+    mismatch_limit: float | None = key(
+        0.1, "Mean difference of rollout and actor log-probs beyond which something is wrong; null: no limit.", gt=0
+    )
+    mismatch_action: str = key(
+        "warn", "What to do beyond it: say so, or stop before the iteration is saved.", choices=["warn", "stop"]
+    )
+    worst_mismatches: int = key(1, "Samples with the largest mismatch written to samples.jsonl per iteration.", ge=0)
+
+
+@dataclass
 class LoggingConfig:
     samples_per_iteration: int = key(8, "Rollout samples written to samples.jsonl per iteration.", ge=0)
     trackers: list[str] = key(factory=list, doc="Extra metric sinks beside metrics.jsonl.", choices=["tensorboard"])
@@ -368,3 +382,4 @@ class TrainConfig:
     eval: EvalConfig = key(factory=EvalConfig, doc="Evaluation.")
     cluster: ClusterConfig = key(factory=ClusterConfig, doc="Where processes run.")
     logging: LoggingConfig = key(factory=LoggingConfig, doc="What is written down.")
+    debug: DebugConfig = key(factory=DebugConfig, doc="Alarms.")

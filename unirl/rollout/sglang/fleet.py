@@ -1,6 +1,7 @@
 """All servers of an engine: who gets the next sample, who lives, and what becomes of the dead."""
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from unirl.errors import UserError
 from unirl.rollout.sglang.client import RequestRefusedError, ServerLostError
 from unirl.rollout.sglang.server import Server, ServerState
+from unirl.rollout.sglang.transfer import WeightSyncError
 
 _log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 60.0
@@ -30,15 +32,18 @@ class Fleet:
     """Servers under supervision: each has a task that looks at it, and revives it where it is dead or hung.
 
     restore: gives a revived server the weights that the others have; None before the first weights were published.
+    quiet: servers are paused or without memory, so that silence is no sign of death: only the end of a process is.
     """
 
     def __init__(self, servers: Sequence[Server], limits: FleetLimits):
         self.servers = list(servers)
         self.limits = limits
         self.restore: Callable[[Server], Awaitable[None]] | None = None
+        self.quiet = False
         self.num_restarts = 0
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task] = []
+        self._last_words: set[asyncio.Future] = set()  # held, so that they are spoken
         self._home: dict[int, Server] = {}
 
     async def start(self) -> None:
@@ -55,7 +60,9 @@ class Fleet:
             raise failure
         for server in self.servers:
             server.state = ServerState.UP
-            self._tasks.append(asyncio.create_task(self._supervise(server)))
+            task = asyncio.create_task(self._supervise(server))
+            task.add_done_callback(functools.partial(self._note_end, server))
+            self._tasks.append(task)
 
     async def close(self) -> None:
         """Stop supervision and all servers. May be called twice."""
@@ -81,8 +88,10 @@ class Fleet:
             return server
 
     async def release(self, server: Server) -> None:
+        """Give back a place that `acquire` gave."""
         server.in_flight -= 1
-        await self._notify()
+        async with self._changed:
+            self._changed.notify()  # one place, one of those who wait
 
     def forget_groups(self) -> None:
         """Groups of the next call are others, though their numbers come again."""
@@ -108,6 +117,12 @@ class Fleet:
             for server in self.servers:
                 await stack.enter_async_context(server.lock)
             yield
+
+    async def keep_quiet(self) -> None:
+        """From now on no server is asked for a sign of life, until `quiet` is set to false."""
+        self.quiet = True
+        async with self.all_locked():
+            pass  # checks that were under way have ended
 
     def living(self) -> list[Server]:
         """Servers that are UP."""
@@ -137,6 +152,15 @@ class Fleet:
                     server.state = ServerState.UP
             await self._notify()
 
+    def _note_end(self, server: Server, supervision: asyncio.Task) -> None:
+        """A server that nobody looks after takes no samples: else those who wait for it would wait for ever."""
+        if supervision.cancelled() or supervision.exception() is None:
+            return
+        server.failure = f"{server} could not be revived: {supervision.exception()!r}"
+        _log.error("%s", server.failure)
+        server.state = ServerState.FAILED
+        self._last_words.add(asyncio.ensure_future(self._notify()))
+
     async def _wait_for_reason_to_look(self, server: Server) -> None:
         """A report, or a time of silence; tokens that come are a sign of life that costs nothing."""
         while True:
@@ -152,7 +176,8 @@ class Fleet:
     async def _problem(self, server: Server) -> str | None:
         try:
             server.check_process()
-            await server.control.health(self.limits.health_timeout_s)
+            if not self.quiet:
+                await server.control.health(self.limits.health_timeout_s)
         except (ServerLostError, RequestRefusedError) as error:
             return str(error)
         server.heard()
@@ -170,7 +195,7 @@ class Fleet:
                 await server.start(self.limits.start_timeout_s)
                 if self.restore is not None:
                     await self.restore(server)
-            except (ServerLostError, RequestRefusedError) as error:
+            except (ServerLostError, RequestRefusedError, WeightSyncError) as error:
                 problem = str(error)
                 continue
             server.state = ServerState.UP

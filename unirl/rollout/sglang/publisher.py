@@ -1,21 +1,19 @@
 """The common frame of every way to bring weights to servers: names, checksums, lost servers, refusals."""
 
 import functools
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 
 import torch
 
+from unirl.errors import UserError
 from unirl.rollout.sglang.checksums import ChecksumCollector
 from unirl.rollout.sglang.client import ServerLostError
 from unirl.rollout.sglang.fleet import Fleet
 from unirl.rollout.sglang.model import ModelFacts
 from unirl.rollout.sglang.server import Server
-from unirl.rollout.sglang.transfer import WeightTransfer
+from unirl.rollout.sglang.transfer import WeightSyncError, WeightTransfer
 from unirl.rollout.weights import checked_weights
-
-
-class WeightSyncError(Exception):
-    """Servers did not take new weights, or hold others than were sent."""
 
 
 class Publisher:
@@ -40,13 +38,27 @@ class Publisher:
         self._checksum_every = checksum_every
         self._checksum_timeout_s = checksum_timeout_s
         self._num_published = 0
+        self._num_bytes = self._started = self._seconds = 0.0
         self._sums: ChecksumCollector | None = None
 
     def stage(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take up weights; ValueError where they are not the model's, and then no server sees any of them."""
+        """Take up weights. Raises ValueError where they are not the model's, and then no server sees any of them;
+        UserError where checksums are due and cannot be computed.
+        """
+        self._started, self._num_bytes = time.perf_counter(), 0.0
         self._sums = self._checksums_if_due()
-        weights = checked_weights(weights, self._model.weights, f"update to version {version}")
+        weights = self._counted(checked_weights(weights, self._model.weights, f"update to version {version}"))
         self._transfer.stage(self._sums.watch(weights) if self._sums else weights, version)
+        if self._sums and self._sums.unknown:
+            raise UserError(
+                f"it is not known how an SGLang server stores {', '.join(self._sums.unknown[:5])}, so that checksums "
+                "cannot be compared: set sync.checksum_every=0"
+            )
+
+    def _counted(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self._num_bytes += tensor.nbytes
+            yield name, tensor
 
     def _checksums_if_due(self) -> ChecksumCollector | None:
         every = self._checksum_every
@@ -72,6 +84,16 @@ class Publisher:
             server.restarts = 0
         await self._fleet.settled()
         self._num_published += 1
+        self._seconds = time.perf_counter() - self._started
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last publication: size of the weights, and that over the time from the trainer to all servers, with
+        checksums where they were due. Nothing before the first.
+        """
+        if not self._num_published:
+            return {}
+        megabytes = self._num_bytes / 1e6
+        return {"sync/megabytes": megabytes, "sync/megabytes_per_second": megabytes / self._seconds}
 
     async def _follow_up(self, server: Server, outcome: Exception | None) -> None:
         if isinstance(outcome, ServerLostError):
