@@ -34,11 +34,13 @@ def make_parts(vocab: int, noise: Noise | None = None) -> list[Part]:
     The first one has a sample without a generated token, one with an observation between its turns, one without a
     verdict (reward NaN), one that teaches nothing (advantage 0) and a token whose rollout log-prob is not finite.
     """
-    parts = [_make_part(shapes, vocab, noise or Noise(), seed) for seed, shapes in enumerate(SHAPES)]
+    parts = [make_part(shapes, vocab, noise, seed) for seed, shapes in enumerate(SHAPES)]
     return [_with_oddities(parts[0]), *parts[1:]]
 
 
-def _make_part(shapes: list[tuple[int, tuple[int, ...]]], vocab: int, noise: Noise, seed: int) -> Part:
+def make_part(shapes: list[tuple[int, tuple[int, ...]]], vocab: int, noise: Noise | None = None, seed: int = 0) -> Part:
+    """One batch, see `SHAPES`: random tokens, rewards and returns, and advantages that differ from sample to sample."""
+    noise = noise or Noise()
     generator = torch.Generator().manual_seed(seed)
     tokens, mask, lengths, groups = [], [], [], []
     for group, (prompt, responses) in enumerate(shapes):

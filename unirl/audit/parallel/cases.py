@@ -105,10 +105,10 @@ EXPERTS = (
 )
 
 
-def make_model(kind: str, folder: Path) -> str:
-    """Write a small random model of `MODELS` into the new `folder`; its path."""
+def write_model(config: PretrainedConfig, folder: Path) -> str:
+    """Write a random model, norms and biases random as well, into the new `folder`; its path."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MODELS[kind]())
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -126,7 +126,7 @@ def default_cases(root: Path, *, experts: bool = False) -> list[ParallelCase]:
     @cache
     def folder_of(kind: str) -> str:
         folder = root / kind
-        return str(folder) if folder.exists() else make_model(kind, folder)
+        return str(folder) if folder.exists() else write_model(MODELS[kind](), folder)
 
     return [_default_case(plan, folder_of(plan.model)) for plan in (EXPERTS if experts else DENSE)]
 
@@ -150,7 +150,7 @@ def recipe_cases(config: TrainConfig, root: Path) -> list[ParallelCase]:
     with micro-batches of its own token budget, of a few samples, and of hardly more than one.
     """
     is_here = has_model(config.model.path)
-    path = config.model.path if is_here else make_model("tied", root / "tied")
+    path = config.model.path if is_here else write_model(MODELS["tied"](), root / "tied")
     critic = config.algorithm.critic
     if critic is not None and not (is_here and critic.path and has_model(critic.path)):
         critic = replace(critic, path=None)
