@@ -68,18 +68,18 @@ def _print(rows: "list[Row]") -> None:
     shown = QUANTITIES[:-1]  # that ranks agree is yes or no: told where it is no
     console = Console(width=120)
     title = "layouts against one process: the largest difference among the cases of each"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("layout", no_wrap=True)
-    for name in ("ranks", "cases", *shown):
-        table.add_column(name.replace(" ", "\n"), justify="right")
+    for name in shown:
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     table.add_column("pass", no_wrap=True)
     table.add_column("worst gradient", overflow="fold")
     for row in rows:
-        table.add_row(row.layout.name, str(row.layout.num_ranks), *_cells(row, shown))
+        table.add_row(row.layout.name, *_cells(row, shown))
     if worst := [worst for row in rows if (worst := _closest(row))]:
         table.add_section()
         allowed = [f"{max(of_row[name].tolerance for of_row in worst):.0e}" for name in shown]
-        table.add_row("allowed", "", "", *allowed, "", "")
+        table.add_row("allowed", *allowed)
     console.print(table)
     for row in rows:
         _explain(row)
@@ -88,10 +88,10 @@ def _print(rows: "list[Row]") -> None:
 def _cells(row: "Row", shown: tuple[str, ...]) -> list[str]:
     worst = _closest(row)
     if not worst:
-        return ["0", *("-" for _ in shown), _verdict(row), ""]
+        return [*("-" for _ in shown), _verdict(row), ""]
     cells = [_red(f"{worst[name].found:.1e}", worst[name].passed) for name in shown]
     where = worst["gradients"].where.replace("model.", "").removesuffix(".weight")
-    return [str(len(row.cases)), *cells, _verdict(row), where]
+    return [*cells, _verdict(row), where]
 
 
 def _closest(row: "Row") -> "dict[str, Difference]":
