@@ -60,7 +60,7 @@ _PPO = {"loss": "ppo", "eps_clip": 0.2, "eps_clip_higher": 0.28}
 _NORM = {"loss_agg_mode": "seq-mean-token-sum-norm", "horizon": 16}
 DENSE = (
     _Plan("drpo", {"loss": "drpo", "drpo_epsilon": 0.01, **_NORM}, tokens=ALL, stack={"loss_kernel": "fused"}),
-    _Plan("ppo with KL", {**_PPO, "c_clip": 3.0, "kl_coef": 0.1}, "biased", tokens=ONE, other=ALL),
+    _Plan("ppo with KL", {**_PPO, "c_clip": 1.5, "kl_coef": 0.1}, "biased", tokens=ONE, other=ALL),
     _Plan(
         "gspo",
         {
