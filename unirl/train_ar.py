@@ -1,6 +1,5 @@
 """The training command: `python -m unirl.train_ar --config-name=ar/RECIPE key=value ...`; `--help` lists it all."""
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ from unirl.config.command import Command, help_text, parse
 from unirl.config.compose import compose, to_yaml
 from unirl.config.summary import print_summary
 from unirl.errors import UserError
+from unirl.utils.terminal import print_text
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -32,24 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _execute(command: Command) -> int:
     if command.purpose == "help":
-        return _print(help_text(command.config_dirs))
+        print_text(help_text(command.config_dirs))
+        return 0
     config = compose(command.config_name, command.overrides, command.config_dirs, command.purpose)
     if command.purpose == "print":
-        return _print(to_yaml(config))
+        print_text(to_yaml(config))
+        return 0
     if command.purpose == "plan":
         print_summary(config, Console(highlight=False, soft_wrap=True))
         return 0
     from unirl.trainer.ar import ARTrainer  # torch, Megatron and transformers load only now, for a config that is valid
 
     return ARTrainer(config, to_yaml(config)).fit()
-
-
-def _print(text: str) -> int:
-    try:
-        print(text.rstrip("\n"), flush=True)
-    except BrokenPipeError:  # `... --help | head` has read enough; Python's own flush at exit must not fail again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
 
 
 if __name__ == "__main__":

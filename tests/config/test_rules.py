@@ -208,11 +208,28 @@ BROKEN = {
     "scorer_is_known": (["reward.scorer=math_boxd"], "reward.scorer", "the nearest is math_boxed"),
     "model_folder_has_a_config": (["model.path=DAMAGED"], "model.path", "its config.json is damaged: Expecting value"),
     "run_has_a_folder": (["run_dir="], "run_dir", "is empty: give the folder of the run"),
-    "one_process": (
-        ["num_devices=2", "rollout.engine=sglang"],
-        "num_devices",
-        "found num_devices=2, rollout.engine=sglang; this version runs in one process: num_devices=1, "
-        "rollout.engine=native; --dry-run plans more",
+    "one_process_has_one_device": (
+        ["cluster.mode=inprocess", "num_devices=2"],
+        "cluster.mode",
+        "found inprocess with num_devices=2: set cluster.mode=ray, or num_devices=1",
+    ),
+    "engines_fill_their_devices": (
+        ["num_devices=16", "batch_size=16", "rollout.engine=sglang", "rollout.tp=3", "sync.mode=disk"],
+        "rollout.tp",
+        "engines of 3 devices do not fill 16 devices from device 0 of node 0 on, in nodes of 8",
+    ),
+    "address_is_given_in_full": (["cluster.address=auto"], "cluster.address", "found 'auto', expected host:port"),
+    "weights_can_reach_the_engine": (["rollout.engine=sglang"], "sync.mode", "found inprocess, but SGLang servers"),
+    "urls_are_urls": (["rollout.urls=[localhost]"], "rollout.urls", "found localhost, expected http://host:port"),
+    "running_servers_take_no_options": (
+        ["rollout.urls=['http://localhost:1']", "rollout.python=python3"],
+        "rollout.urls",
+        "are not launched with rollout.python",
+    ),
+    "sync_modes": (
+        ["sync.mode=distributed", "rollout.engine=sglang"],
+        "sync.mode",
+        "found distributed; this version runs inprocess and disk; --dry-run plans more",
     ),
 }
 
@@ -252,6 +269,7 @@ def _is_run_only(problem: str) -> bool:
             ["reward.scorer=reasoning_gym"],
             "reward.scorer: reasoning_gym grades the problems of data.kind=",
         ),
+        (["sync.mode=disk"], "sync.mode: found disk, but rollout.engine=native lives in the trainer's process"),
         (["model.path=missing"], "model.path: found 'missing': no such folder"),
         (["rollout.environment=calculator"], "rollout.max_episode_tokens: is not set: an episode of"),
         (
@@ -287,10 +305,14 @@ def test_other_ways_to_break_a_rule(overrides, problem, small):
         ["algorithm.loss=ppo", "algorithm.use_decoupled_loss=true"],
         ["reward.scorer=package.module.Scorer"],
         ["stack.micro_batch_tokens=1088"],
+        ["rollout.engine=sglang", "sync.mode=disk"],
+        ["rollout.engine=sglang", "sync.mode=disk", "rollout.urls=['http://10.0.0.1:30000','http://[::1]:30000/']"],
         ["sampling.top_k=0"],
         ["algorithm.dynamic_filter=package.module.judge", "sampling.num_samples=1"],
         ["algorithm.dynamic_filter=nonzero_variance", "algorithm.dynamic_bs=true"],
         ["algorithm.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.horizon=${sampling.max_new_tokens}"],
+        ["cluster.address=10.0.0.1:6379"],
+        ["cluster.address=node-3.cluster:6379"],
     ],
 )
 def test_what_the_rules_allow(overrides, small):

@@ -77,7 +77,39 @@ ENVIRONMENTS = ("calculator",)
 @dataclass
 class RolloutConfig:
     engine: str = key("native", "Rollout engine.", choices=["native", "sglang"])
+    num_devices: int | None = key(
+        None, "Devices that sample, out of the root's num_devices (cluster.layout split).", ge=1
+    )
     max_batch_size: int = key(1024, "Samples decoded at once by the native engine.", ge=1)
+    python: str | None = key(
+        None,
+        "Interpreter of an environment with SGLang; null: $UNIRL_SGLANG_PYTHON, or that of `make sglang`.",
+    )
+    urls: list[str] = key(
+        factory=list,
+        doc="SGLang servers that run already, e.g. http://host:30000; their API key is taken from "
+        "$UNIRL_SGLANG_API_KEY. Empty: servers are launched here.",
+    )
+    num_servers: int = key(1, "SGLang servers to launch.", ge=1)
+    tp: int = key(1, "GPUs of a SGLang server.", ge=1)
+    device: str = key(
+        "auto", "Where SGLang servers run; auto: on CUDA where there is any.", choices=["auto", "cpu", "cuda"]
+    )
+    max_concurrency: int = key(256, "Samples that a SGLang server has at a time.", ge=1)
+    mem_fraction: float | None = key(
+        None, "Share of a device's memory for weights and cache; null: 0.3 on CPU, SGLang's choice on CUDA.", gt=0, lt=1
+    )
+    deterministic: bool = key(
+        True, "Samples of SGLang servers depend on their seeds alone; on CUDA that costs throughput."
+    )
+    server_args: dict[str, Any] = key(
+        factory=dict, doc="Further options of SGLang servers, e.g. {max_total_tokens: 16384}."
+    )
+    timeout_s: float = key(600.0, "Seconds a sample may go without a token before its server counts as lost.", gt=0)
+    start_timeout_s: float = key(600.0, "Seconds a SGLang server may take to start.", gt=0)
+    health_interval_s: float = key(10.0, "Seconds of silence until a server is asked for a sign of life.", gt=0)
+    health_timeout_s: float = key(60.0, "Seconds it has to give one before it is killed and restarted.", gt=0)
+    max_restarts: int = key(3, "Restarts of a SGLang server between two weight syncs before it is given up.", ge=0)
     environment: str | None = key(
         None,
         f"Multi-turn episodes against {', '.join(ENVIRONMENTS)}, or the dotted path of a class with reset and step, "
@@ -245,6 +277,15 @@ class SyncConfig:
     mode: str = key(
         "inprocess", "How weights reach the rollout engine.", choices=["inprocess", "tensor", "disk", "distributed"]
     )
+    folder: str | None = key(
+        None,
+        "Folder that weights pass through (mode disk), which servers can read; null: run_dir/weights.",
+    )
+    bucket_mb: int = key(512, "Weights held in memory at a time, in megabytes.", ge=1)
+    timeout_s: float = key(600.0, "Seconds a server may take to load new weights.", gt=0)
+    checksum_every: int = key(
+        20, "Compare checksums of all weights with the servers' at the first sync and every so many; 0: never.", ge=0
+    )
 
 
 @dataclass
@@ -265,7 +306,28 @@ class EvalConfig:
 
 @dataclass
 class ClusterConfig:
-    mode: str = key("inprocess", "Run everything in this process, or on a Ray cluster.", choices=["inprocess", "ray"])
+    mode: str = key(
+        "auto",
+        "Models in the process of the command, or one process for each device, driven by Ray; auto: ray where "
+        "num_devices is more than 1.",
+        choices=["auto", "inprocess", "ray"],
+    )
+    address: str | None = key(
+        None,
+        "host:port of the Ray cluster of this job; null starts one on this machine, for the run alone. A cluster is "
+        "never looked for.",
+    )
+    timeout_s: float = key(1800.0, "Seconds that a call to the workers may take before they count as hung.", gt=0)
+    heartbeat_s: float = key(30.0, "Seconds within which a worker that is still busy must answer.", gt=0)
+    max_restarts: int = key(10, "Times that lost workers are replaced in a run before it gives up.", ge=0)
+    object_store_gb: float | None = key(
+        None, "Size of the object store of a Ray that the run starts, in GB; null leaves it to Ray.", gt=0
+    )
+    layout: str = key(
+        "colocate",
+        "Train and sample on the same devices in turn, or split: rollout.num_devices sample, the others train.",
+        choices=["colocate", "split"],
+    )
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from unirl.config.geometry import Geometry, longest_response
+from unirl.config.geometry import Geometry, longest_response, placement, runs_on_ray
 from unirl.config.rules import run_problems
 from unirl.config.schema import TrainConfig
 
@@ -15,6 +15,7 @@ def print_summary(config: TrainConfig, console: Console) -> None:
         ("Topology", _topology(config, geometry)),
         ("Batch geometry", _batch(config, geometry)),
         ("Evaluation", _evaluation(config)),
+        ("Placement", _placement(config)),
     ):
         table = Table(
             title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False
@@ -34,12 +35,18 @@ def _topology(config: TrainConfig, geometry: Geometry) -> dict[str, str]:
     return {
         "devices": f"{geometry.devices} ({nodes})",
         "TP / PP / CP / EP / DP": f"{geometry.tp} / {geometry.pp} / {geometry.cp} / {geometry.ep} / {geometry.dp}",
-        "processes": f"cluster.mode={config.cluster.mode}",
+        "processes": "one for each device, on Ray" if runs_on_ray(config) else "one",
         "model": f"{config.model.path} ({config.model.dtype})",
         "rollout engine": f"{config.rollout.engine}, weights by sync.mode={config.sync.mode}",
         "loss": f"{config.algorithm.loss}, {config.algorithm.loss_agg_mode}",
         **_episodes(config),
     }
+
+
+def _placement(config: TrainConfig) -> dict[str, str]:
+    if not runs_on_ray(config):
+        return {"everything": "this process"}
+    return dict(line.split(": ", 1) for line in placement(config).lines())
 
 
 def _episodes(config: TrainConfig) -> dict[str, str]:

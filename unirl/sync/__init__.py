@@ -1,5 +1,6 @@
 """Weights from the trainer to the rollout engine."""
 
-from unirl.sync.inprocess import InProcessSync
+from unirl.sync.disk import DiskTransfer
+from unirl.sync.publish import WeightSync
 
-__all__ = ["InProcessSync"]
+__all__ = ["DiskTransfer", "WeightSync"]

@@ -11,17 +11,16 @@ import torch
 from safetensors import SafetensorError
 
 from unirl.algorithms import make_algorithm
+from unirl.cluster.models import TrainedProxy
 from unirl.config.schema import TrainConfig
 from unirl.errors import UserError
 from unirl.observe.console import RunDisplay
 from unirl.observe.run_dir import RunDirectory
 from unirl.observe.trackers import make_trackers
-from unirl.sync import InProcessSync
+from unirl.sync import WeightSync
 from unirl.train.checkpoint import CheckpointStore
 from unirl.train.critic import CriticTrainer
 from unirl.train.log_prob_pass import log_prob_pass
-from unirl.train.megatron.actor import MegatronActor
-from unirl.train.megatron.critic import MegatronCritic
 from unirl.train.stack import TrainStack
 from unirl.trainer.advantages import advantage_metrics, estimate_advantages, training_rows
 from unirl.trainer.collect import Collector
@@ -29,15 +28,7 @@ from unirl.trainer.evaluate import evaluate
 from unirl.trainer.group_filter import load_group_filter
 from unirl.trainer.interrupt import StopRequested, StopSignal
 from unirl.trainer.report import batch_metrics, readable_samples
-from unirl.trainer.setup import (
-    load_data,
-    make_actor,
-    make_critic,
-    make_engine,
-    make_reference,
-    make_reward,
-    prepare_model,
-)
+from unirl.trainer.setup import load_data, make_engine, make_models, make_reward, prepare_model
 from unirl.trainer.token_advantages import check_gae
 from unirl.types import Part, SamplingParams
 
@@ -82,14 +73,9 @@ class ARTrainer:
             for tracker in self.trackers:
                 resources.callback(tracker.close)
             self.reward = resources.enter_context(make_reward(config))
-            self.actor = make_actor(config)
-            resources.callback(self.actor.close)
-            self.critic = make_critic(config, self.actor)
-            if self.critic is not None:
-                resources.callback(self.critic.close)
-            self.reference = make_reference(config, self.actor)
-            if self.reference is not None:
-                resources.callback(self.reference.close)
+            models = make_models(config, self.display.message)
+            resources.callback(models.workers.close)
+            self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
             self.engine = make_engine(config)
             resources.callback(self.engine.close)
             self.collector = Collector(config, data, self.engine, self.reward, group_filter)
@@ -101,7 +87,7 @@ class ARTrainer:
             allow_multi_update=config.algorithm.allow_multi_update,
             critic=self.critic and CriticTrainer(self.critic, config.algorithm.critic, config.stack),
         )
-        self.sync = InProcessSync(self.actor, self.engine)
+        self.sync = WeightSync(self.actor, self.engine)
 
     def fit(self) -> int:
         """Train until `num_iterations`, or until Ctrl-C. Returns the process's exit code: 0, or 130 when stopped."""
@@ -271,6 +257,6 @@ class ARTrainer:
             ) from error
         return policy
 
-    def _trained_models(self) -> dict[str, MegatronActor | MegatronCritic]:
+    def _trained_models(self) -> dict[str, TrainedProxy]:
         """The models of a checkpoint, by the name of their folder in it."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})

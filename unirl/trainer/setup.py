@@ -1,14 +1,19 @@
 """Makes the parts of a run from its config."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from unirl.config.geometry import critic_steps, longest_sample, total_steps
+from unirl.cluster.calls import WorkerGroup
+from unirl.cluster.inprocess import InProcessGroup
+from unirl.cluster.layout import RankGrid
+from unirl.cluster.models import ActorProxy, CriticProxy, PolicyProxy
+from unirl.config.geometry import Geometry, critic_steps, longest_sample, placement, runs_on_ray, total_steps
 from unirl.config.schema import ModelConfig, TrainConfig
 from unirl.data import PromptDataset, PromptSampler, load_prompts
 from unirl.data.tokenizer import load_tokenizer, stop_token_ids
@@ -22,7 +27,9 @@ from unirl.train.megatron.actor import MegatronActor
 from unirl.train.megatron.architecture import read_architecture
 from unirl.train.megatron.critic import MegatronCritic
 from unirl.train.megatron.hf_folder import resolve_folder
+from unirl.train.megatron.hosted import HostedModel
 from unirl.train.megatron.policy import MegatronPolicy
+from unirl.trainer.sglang_setup import make_sglang_engine
 from unirl.utils.dotted import load_callable
 
 
@@ -66,9 +73,9 @@ def load_data(config: TrainConfig, say: Callable[[str], None]) -> Data:
 
 
 def make_engine(config: TrainConfig) -> RolloutEngine:
-    """The engine of `rollout.engine`."""
-    if config.rollout.engine != "native":
-        raise UserError(f"rollout.engine={config.rollout.engine}: this version runs rollout.engine=native")
+    """The engine of `rollout.engine`. Raises UserError where it does not start."""
+    if config.rollout.engine == "sglang":
+        return make_sglang_engine(config)
     return NativeRolloutEngine(config.model.path, max_batch_size=config.rollout.max_batch_size)
 
 
@@ -110,6 +117,74 @@ def make_workflow(config: TrainConfig, data: Data, engine: RolloutEngine) -> Wor
         stop_token_ids=data.stop_token_ids,
         limits=EpisodeLimits(rollout.max_turns, rollout.max_episode_tokens),
     )
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a run as the driver sees them, and the workers that host them."""
+
+    workers: WorkerGroup
+    actor: ActorProxy
+    critic: CriticProxy | None
+    reference: PolicyProxy | None
+
+
+def make_models(config: TrainConfig, say: Callable[[str], None]) -> Models:
+    """Start the workers: one in this process, or one for each device on Ray."""
+    host = partial(host_models, config)
+    if runs_on_ray(config):
+        workers: WorkerGroup = _make_supervised(config, host, say)
+    else:
+        workers = InProcessGroup(host)
+    hosted = workers.facts.keys()
+    return Models(
+        workers,
+        ActorProxy(workers, "actor"),
+        CriticProxy(workers, "critic") if "critic" in hosted else None,
+        PolicyProxy(workers, "reference") if "reference" in hosted else None,
+    )
+
+
+def _make_supervised(
+    config: TrainConfig, host: Callable[[], dict[str, HostedModel]], say: Callable[[str], None]
+) -> WorkerGroup:
+    try:
+        from unirl.cluster.supervised import ClusterOptions, SupervisedGroup  # a run in one process needs no Ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise UserError(
+            f"num_devices={config.num_devices}, cluster.mode={config.cluster.mode}: runs of several processes need "
+            "Ray; install unirl-megatron[cluster]"
+        ) from error
+    geometry, cluster = Geometry.of(config), config.cluster
+    options = ClusterOptions(
+        address=cluster.address,
+        bundles=placement(config).trainer_bundles,
+        timeout_s=cluster.timeout_s,
+        heartbeat_s=cluster.heartbeat_s,
+        max_restarts=cluster.max_restarts,
+        object_store_gb=cluster.object_store_gb,
+        report_dir=Path(config.run_dir),
+    )
+    grid = RankGrid(tp=geometry.tp, pp=geometry.pp, cp=geometry.cp, dp=geometry.dp)
+    return SupervisedGroup(host, grid, options, say)
+
+
+def host_models(config: TrainConfig) -> dict[str, HostedModel]:
+    """Make the models of one rank, by the names of `Models`: what runs in every worker."""
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    with ExitStack() as on_error:
+        models: dict[str, HostedModel] = {"actor": make_actor(config)}
+        on_error.callback(models["actor"].close)
+        for name, make in (("critic", make_critic), ("reference", make_reference)):
+            model = make(config, models["actor"])
+            if model is not None:
+                models[name] = model
+                on_error.callback(model.close)
+        on_error.pop_all()
+    return models
 
 
 def make_actor(config: TrainConfig) -> MegatronActor:

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 from unirl.algorithms.config import gae_config_problems, loss_config_problems, value_loss_config_problems
 from unirl.config.problem import Problem
-from unirl.config.rules import batch, critic, episodes, layout, method, run, sources
+from unirl.config.rules import batch, critic, engine, episodes, layout, method, run, sources
 from unirl.config.rules.rule import rules_of
 from unirl.config.schema import TrainConfig
 
-RULES = [rule for module in (layout, batch, method, critic, episodes, sources, run) for rule in rules_of(module)]
+RULES = [
+    rule for module in (layout, batch, method, critic, episodes, engine, sources, run) for rule in rules_of(module)
+]
 
 
 def check_rules(config: TrainConfig, broken: Sequence[str] = (), *, include_run_only: bool = True) -> list[Problem]:

@@ -1,5 +1,7 @@
 """The folder of a run, and what this version runs. A config beyond it is planned by --dry-run and refused by a run."""
 
+import re
+
 from unirl.config.rules.rule import rule
 from unirl.config.schema import TrainConfig
 
@@ -10,22 +12,45 @@ def run_has_a_folder(config: TrainConfig) -> str | None:
     return None if config.run_dir.strip() else "is empty: give the folder of the run, e.g. run_dir=runs/first"
 
 
-@rule("num_devices", "cluster.mode", "rollout.engine", "sync.mode", run_only=True)
-def one_process(config: TrainConfig) -> str | None:
-    """This version runs in one process: num_devices=1, cluster.mode=inprocess, rollout.engine=native and
-    sync.mode=inprocess.
-    """
-    runs = {"num_devices": 1, "cluster.mode": "inprocess", "rollout.engine": "native", "sync.mode": "inprocess"}
-    asked = {
-        "num_devices": config.num_devices,
-        "cluster.mode": config.cluster.mode,
-        "rollout.engine": config.rollout.engine,
-        "sync.mode": config.sync.mode,
-    }
-    beyond = [name for name in runs if asked[name] != runs[name]]
-    if not beyond:
+@rule("cluster.mode", "num_devices")
+def one_process_has_one_device(config: TrainConfig) -> str | None:
+    """cluster.mode=inprocess needs num_devices=1."""
+    if config.cluster.mode != "inprocess" or config.num_devices == 1:
         return None
-    return (
-        f"found {', '.join(f'{name}={asked[name]}' for name in beyond)}; this version runs in one process: "
-        f"{', '.join(f'{name}={runs[name]}' for name in beyond)}; --dry-run plans more"
-    )
+    return f"found inprocess with num_devices={config.num_devices}: set cluster.mode=ray, or num_devices=1"
+
+
+@rule("cluster.address")
+def address_is_given_in_full(config: TrainConfig) -> str | None:
+    """cluster.address is host:port, never auto: that would join whatever cluster runs here."""
+    address = config.cluster.address
+    if address is None or re.fullmatch(r"\[?[\w.:-]+\]?:\d+", address):
+        return None
+    return f"found {address!r}, expected host:port as `ray start --head` prints it, or null"
+
+
+@rule("sync.mode", run_only=True)
+def sync_modes(config: TrainConfig) -> str | None:
+    """This version runs sync.mode=inprocess and disk."""
+    mode = config.sync.mode
+    if mode in ("inprocess", "disk"):
+        return None
+    return f"found {mode}; this version runs inprocess and disk; --dry-run plans more"
+
+
+@rule("rollout.num_devices", "cluster.layout", "num_devices")
+def split_layout_has_both_sides(config: TrainConfig) -> str | None:
+    """rollout.num_devices is given with cluster.layout=split, below num_devices, and only then."""
+    sampling, layout = config.rollout.num_devices, config.cluster.layout
+    if layout == "colocate":
+        return None if sampling is None else f"found {sampling}, which cluster.layout=colocate does not read; use null"
+    if sampling is not None and sampling < config.num_devices:
+        return None
+    return f"found {sampling}, expected 1 to {config.num_devices - 1} of num_devices={config.num_devices}"
+
+
+@rule("cluster.layout", run_only=True)
+def colocated(config: TrainConfig) -> str | None:
+    """This version runs cluster.layout=colocate."""
+    layout = config.cluster.layout
+    return None if layout == "colocate" else f"found {layout}; this version runs colocate; --dry-run plans more"

@@ -12,7 +12,7 @@ from unirl.rollout.engine import ProgressCallback
 from unirl.rollout.native.config import ModelConfig
 from unirl.rollout.native.decode import Batch, BatchDecoder, Sampled
 from unirl.rollout.native.model import Decoder
-from unirl.rollout.native.weights import check_weights, collect_weights, read_weights
+from unirl.rollout.weights import check_weights, collect_weights, read_weights
 from unirl.types import Completion, GenerationRequest, SampleStatus, SamplingParams
 
 _Place = tuple[int, int]

@@ -86,6 +86,10 @@ class PolicyOptimizer:
         self.steps += 1
         return StepResult(grad_norm, lr, skipped=False)
 
+    def torch_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that make the updates, in a fixed order."""
+        return [part.optimizer for part in self._megatron.chained_optimizers]
+
     def masters(self, named_parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
         """What AdamW updates, by the names of the weights: fp32 copies, or the weights where those are fp32."""
         return {name: getattr(parameter, "main_param", parameter) for name, parameter in named_parameters.items()}

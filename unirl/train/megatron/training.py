@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from unirl.algorithms import Metric
 from unirl.config.schema import OptimizerConfig
-from unirl.train.megatron import state
+from unirl.train.megatron import memory, shard_files, state
 from unirl.train.megatron.hosted import HostedModel
 from unirl.train.megatron.optimizer import PolicyOptimizer, StepResult
 from unirl.train.megatron.weights import iterate_gradients
@@ -62,30 +63,45 @@ class Trained(HostedModel):
         return iterate_gradients(self._ddp)
 
     def save(self, folder: Path) -> None:
-        """Write weights, master weights, moments and step count into the existing `folder`.
-
-        Raises RuntimeError on several processes.
-        """
-        self._check_single_process()
-        state.save_state(self.model, self.optimizer, folder)
+        """Write weights, master weights, moments and step count into the existing `folder`; all ranks call it."""
+        if self._is_whole:
+            state.save_state(self.model, self.optimizer, folder)
+        else:
+            shard_files.save_shard(self.capture(), self.parallel, folder)
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote: the same steps to the bit.
+        """Go on from what `save` wrote: the same steps to the bit; all ranks call it.
 
         The optimizer's settings are those given here, not those of the checkpoint. Raises UserError for a checkpoint
-        of another model, RuntimeError on several processes.
+        of another model or layout.
         """
-        self._check_single_process()
-        state.load_state(self.model, self.optimizer, folder)
+        if self._is_whole:
+            state.load_state(self.model, self.optimizer, folder)
+        else:
+            self.restore(shard_files.load_shard(self.parallel, folder))
+
+    @property
+    def replicated(self) -> bool:
+        """Whether ranks of other replicas, and of the same tensor and pipeline index, capture the same."""
+        return not self.parallel.use_distributed_optimizer and self.parallel.ep == 1
+
+    def capture(self) -> dict[str, Any]:
+        """What `save` writes of this rank's part, in memory: the live tensors, to be copied before the next step."""
+        return memory.capture_state(self.chunks, self.optimizer)
+
+    def restore(self, captured: dict[str, Any]) -> None:
+        """Go on from what `capture` gave: the same steps to the bit."""
+        memory.restore_state(self.chunks, self.optimizer, captured)
 
     def close(self) -> None:
         """Release weights, gradients, optimizer and parallel state, see `HostedModel.close`."""
         self._ddp = self.optimizer = None
         super().close()
 
-    def _check_single_process(self) -> None:
-        if dist.get_world_size() > 1 or self.parallel.use_distributed_optimizer:
-            raise RuntimeError("the state of a single process alone is saved and loaded here, without sharded weights")
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this process holds the whole state."""
+        return dist.get_world_size() == 1 and not self.parallel.use_distributed_optimizer
 
     def _backward(self, micro_batches: Sequence[MicroBatch], loss_of: Callable) -> list[dict]:
         """Set the gradients to those of the sum of `loss_of(micro_batch, output of the model)`, a pair (loss, metrics),

@@ -1,7 +1,7 @@
 """Reading the safetensors of a Hugging Face folder, and checking weights against a model."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -28,6 +28,33 @@ def read_weights(
     if tied and _HEAD in weights and _EMBEDDING in weights and not torch.equal(weights.pop(_HEAD), weights[_EMBEDDING]):
         raise ValueError(f"{folder}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}")
     return weights
+
+
+def weight_shapes(folder: str | Path, *, tied: bool) -> dict[str, torch.Tensor]:
+    """What `read_weights` would give, without the values: tensors on the device "meta"."""
+    weights = {}
+    for path in _weight_files(Path(folder)):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                weights[name] = torch.empty(file.get_slice(name).get_shape(), device="meta")
+    if tied:
+        weights.pop(_HEAD, None)
+    return weights
+
+
+def checked_weights(
+    weights: Iterable[tuple[str, torch.Tensor]], expected: Mapping[str, torch.Tensor], source: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """`weights` as they come. At their end raises ValueError, with all differences, unless names and shapes are those
+    of `expected`, and at once where a name comes twice.
+    """
+    found = {}
+    for name, tensor in weights:
+        if name in found:
+            raise ValueError(f"weights: {name} was given twice")
+        found[name] = torch.empty_like(tensor, device="meta")
+        yield name, tensor
+    check_weights(found, expected, source)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -1,0 +1,211 @@
+"""The Ray actors of a run's ranks: hired, seated in the order of their devices, watched while they work, replaced."""
+
+import ipaddress
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from unirl.cluster.seat import WATCH, Seat, Seated
+from unirl.errors import UserError
+
+_HIRING_S = 300.0
+"""How long processes may take to come up, and devices to become free."""
+
+
+class WorkersLost(RuntimeError):
+    """Ranks that died or hang, with what is known of each; none where only their process group broke."""
+
+    def __init__(self, what: str, reasons: Mapping[int, str]):
+        self.reasons = dict(reasons)
+        told = "; ".join(f"rank {rank} {reason}" for rank, reason in sorted(self.reasons.items()))
+        super().__init__(f"{what}: {told or 'the process group broke, though every worker answers'}")
+
+
+class Crew:
+    """One actor, `worker(bundle, *arguments)`, for each rank, in the order of nodes and devices.
+
+    bundles: how many ranks each node has.
+    heartbeat_s: a worker that is busy for longer is asked whether it is alive, and has as long to answer.
+    """
+
+    def __init__(self, worker: type[Seated], arguments: tuple[Any, ...], *, bundles: Sequence[int], heartbeat_s: float):
+        self._actor_class = ray.remote(concurrency_groups={WATCH: 2})(worker)
+        self._arguments = arguments
+        self._heartbeat_s = heartbeat_s
+        self._nodes = _reserve(bundles)
+        hired = [self._hire(bundle) for bundle, size in enumerate(bundles) for _ in range(size)]
+        seats = _take_seats(dict(enumerate(hired)))
+        order = sorted(range(len(hired)), key=lambda number: _place(seats[number], bundles))
+        self._actors = [hired[number] for number in order]
+        self.seats = [seats[number] for number in order]
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def submit(self, rank: int, method: str, *args: Any) -> ray.ObjectRef:
+        """Queue the method on a rank's worker, after what was queued before; the reference of its result."""
+        return getattr(self._actors[rank], method).remote(*args)
+
+    def gather(self, references: Mapping[int, ray.ObjectRef], what: str, timeout_s: float) -> dict[int, Any]:
+        """The results by rank, once all are there.
+
+        Raises WorkersLost where a worker died, does not answer a heartbeat or is not done in time; what a method
+        raised, where that is not for want of a lost worker.
+        """
+        futures = {rank: reference.future() for rank, reference in references.items()}
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            wait(futures.values(), timeout=max(0.0, min(self._heartbeat_s, left)), return_when=FIRST_EXCEPTION)
+            busy = [rank for rank, future in futures.items() if not future.done()]
+            failures = {rank: future.exception() for rank, future in futures.items() if future.done()}
+            failures = {rank: error for rank, error in failures.items() if error is not None}
+            if failures:
+                self._explain(failures, futures, what)
+            if not busy:
+                return {rank: future.result() for rank, future in futures.items()}
+            if silent := self.silent(busy):
+                raise WorkersLost(what, silent)
+            if time.monotonic() > deadline:
+                raise WorkersLost(what, dict.fromkeys(busy, f"is not done after {timeout_s:g} s"))
+
+    def unfinished(self, references: Mapping[int, ray.ObjectRef], timeout_s: float) -> list[int]:
+        """The ranks that are not done by then, or failed."""
+        futures = {rank: reference.future() for rank, reference in references.items()}
+        wait(futures.values(), timeout=timeout_s)
+        return [rank for rank, future in futures.items() if not future.done() or future.exception() is not None]
+
+    def silent(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Those that do not answer within a heartbeat, and why."""
+        pings = {rank: self.submit(rank, "seat").future() for rank in ranks}
+        wait(pings.values(), timeout=self._heartbeat_s)
+        reasons = {}
+        for rank, ping in pings.items():
+            if not ping.done():
+                reasons[rank] = f"({self.seats[rank]}) has not answered for {self._heartbeat_s:g} s"
+            elif ping.exception() is not None:
+                reasons[rank] = f"({self.seats[rank]}) died: {_first_line(ping.exception())}"
+        return reasons
+
+    def stacks(self) -> dict[int, str]:
+        """Of every worker that tells within a heartbeat; of the others, that they do not."""
+        asked = {rank: self.submit(rank, "stacks").future() for rank in range(len(self))}
+        wait(asked.values(), timeout=self._heartbeat_s)
+        return {
+            rank: future.result() if future.done() and future.exception() is None else "no answer\n"
+            for rank, future in asked.items()
+        }
+
+    def replace(self, ranks: Iterable[int]) -> None:
+        """End these workers, whatever they do, and hire others in their place."""
+        ranks = sorted(ranks)
+        self._kill(ranks)
+        for rank in ranks:
+            self._actors[rank] = self._hire(self.seats[rank].bundle)
+        for rank, seat in _take_seats({rank: self._actors[rank] for rank in ranks}).items():
+            self.seats[rank] = seat
+
+    def dismiss(self) -> None:
+        """End all workers and give their devices back; with the session they go as well."""
+        self._kill(range(len(self)))
+        remove_placement_group(self._nodes)
+
+    def _explain(self, failures: dict[int, BaseException], futures: dict[int, Future], what: str) -> None:
+        """Raise what `failures` mean: a peer that is lost, or an error of the program."""
+        lost = {rank: str(error) for rank, error in failures.items() if isinstance(error, RayActorError)}
+        # A rank that lost its peer fails before Ray tells of the death.
+        lost = {rank: f"({self.seats[rank]}) died: {_first_line(failures[rank])}" for rank in lost}
+        if lost := lost | self.silent(rank for rank in range(len(self)) if rank not in lost):
+            raise WorkersLost(what, lost)
+        errors = {rank: _cause(error) for rank, error in failures.items()}
+        own = {rank: error for rank, error in errors.items() if not _is_lost_connection(error)}
+        if not own:
+            raise WorkersLost(f"{what} ({_first_line(next(iter(errors.values())))})", {})
+        # The others may wait for the failed one in a collective; a moment, then they are the caller's to free.
+        wait(futures.values(), timeout=min(self._heartbeat_s, 10.0))
+        rank = min(own)
+        raise own[rank] from failures[rank]
+
+    def _hire(self, bundle: int) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(self._nodes, placement_group_bundle_index=bundle)
+        options = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": strategy, "max_restarts": 0}
+        return self._actor_class.options(**options).remote(bundle, *self._arguments)
+
+    def _kill(self, ranks: Iterable[int]) -> None:
+        here = ray.get_runtime_context().get_node_id()
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        for rank in ranks:
+            ray.kill(self._actors[rank], no_restart=True)
+            seat = self.seats[rank]
+            # Ray asks the process itself first, which a stopped one does not hear.
+            if seat.node_id == here:
+                _kill_process(seat.pid, seat.started)
+            elif seat.node_id in alive:
+                strategy = NodeAffinitySchedulingStrategy(seat.node_id, soft=True)
+                ray.remote(num_cpus=0)(_kill_process).options(scheduling_strategy=strategy).remote(
+                    seat.pid, seat.started
+                )
+
+
+def _take_seats(hired: Mapping[int, Any]) -> dict[int, Seat]:
+    """Where new workers have come up. Raises WorkersLost for those that have not."""
+    futures = {rank: actor.seat.remote().future() for rank, actor in hired.items()}
+    wait(futures.values(), timeout=_HIRING_S, return_when=FIRST_EXCEPTION)
+    missing = {rank: "is not up" for rank, future in futures.items() if not future.done()}
+    failed = {rank: future.exception() for rank, future in futures.items() if future.done()}
+    failed = {rank: f"did not come up: {_first_line(error)}" for rank, error in failed.items() if error is not None}
+    if failed or missing:
+        raise WorkersLost("new workers", failed or missing)
+    return {rank: future.result() for rank, future in futures.items()}
+
+
+def _reserve(bundles: Sequence[int]) -> PlacementGroup:
+    """So many devices of a node, for each bundle on another node."""
+    strategy = "STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK"
+    nodes = placement_group([{"GPU": size} for size in bundles], strategy=strategy)
+    if nodes.wait(_HIRING_S):
+        return nodes
+    remove_placement_group(nodes)
+    found = ", ".join(f"{node['Resources'].get('GPU', 0):g}" for node in ray.nodes() if node["Alive"])
+    raise UserError(
+        f"num_devices: {len(bundles)} nodes with {bundles[0]} free devices each were not found within "
+        f"{_HIRING_S:.0f} s; the nodes of the cluster have {found} devices. Free them, or change num_devices or "
+        "devices_per_node"
+    )
+
+
+def _place(seat: Seat, bundles: Sequence[int]) -> tuple[int, int, str, int]:
+    """Full nodes before one that the ranks do not fill; nodes by their address as a number, then devices."""
+    return -bundles[seat.bundle], int(ipaddress.ip_address(seat.node_ip)), seat.node_id, seat.device
+
+
+def _kill_process(pid: int, started: float) -> None:
+    """Kill the process, unless the number belongs to another one by now."""
+    try:
+        if abs(psutil.Process(pid).create_time() - started) < 1:
+            os.kill(pid, signal.SIGKILL)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        pass
+
+
+def _cause(error: BaseException) -> BaseException:
+    return error.cause if isinstance(error, RayTaskError) else error
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed for want of a peer: gloo has no class of its own for that."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(library in text for library in ("gloo", "NCCL", "TCPStore"))
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

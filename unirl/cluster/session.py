@@ -1,0 +1,102 @@
+"""The Ray of a run: one of its own on this machine, or the cluster that the job has started."""
+
+import os
+import secrets
+import shutil
+import tempfile
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import psutil
+import ray
+from ray._private import ray_constants
+
+from unirl.cluster.codec import send_tensors_as_numpy
+from unirl.errors import UserError
+
+_PREFIX = "unirl-ray-"
+
+_LIGHT = {
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+}
+
+
+class RaySession(AbstractContextManager):
+    """A connection to Ray; at its end everything that it started is gone.
+
+    address: host:port of a cluster to join, whose token RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH holds; None starts one on
+    this machine with `num_devices` devices, on loopback, with a token and a folder that only this user can read.
+
+    A running cluster is never looked for: neither the address "auto" nor RAY_ADDRESS is used.
+    """
+
+    def __init__(self, address: str | None, *, num_devices: int, object_store_gb: float | None = None):
+        if ray.is_initialized():
+            raise RuntimeError("this process is connected to Ray already: one run at a time")
+        if "RAY_AUTH_MODE" not in os.environ:  # else `unirl.cluster` has set it
+            raise RuntimeError("ray was imported before unirl.cluster: set RAY_AUTH_MODE=token in the environment")
+        self._folder: Path | None = None
+        self._environment: dict[str, str | None] = {}
+        if address is None:
+            self._start(num_devices, object_store_gb)
+        else:
+            _join(address)
+        send_tensors_as_numpy()
+
+    def close(self) -> None:
+        """Leave, or end what was started; may be called twice."""
+        ray.shutdown()
+        for name, before in self._environment.items():
+            os.environ.pop(name, None)
+            if before is not None:
+                os.environ[name] = before
+        self._environment = {}
+        if self._folder is not None:
+            ray_constants.ENABLE_RAY_CLUSTER = True
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def _start(self, num_devices: int, object_store_gb: float | None) -> None:
+        _remove_stale_folders()
+        self._folder = Path(
+            tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+        )  # short, as socket names are; mode 0700
+        token = self._folder / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        self._set_environment({**_LIGHT, "RAY_AUTH_TOKEN_PATH": str(token)})
+        # Ray would replace 127.0.0.1 by an address that other machines can reach, and listen on all.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        ray.init(
+            address="local",
+            num_cpus=1,
+            num_gpus=num_devices,  # devices of any kind: workers count on nothing else
+            object_store_memory=None if object_store_gb is None else int(object_store_gb * 1e9),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            _temp_dir=str(self._folder / "ray"),
+            _node_ip_address="127.0.0.1",
+        )
+
+    def _set_environment(self, values: dict[str, str]) -> None:
+        self._environment = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+
+
+def _remove_stale_folders() -> None:
+    """Those of this user's runs that were killed before they could remove them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)) and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _join(address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+        raise UserError(f"cluster.address={address}: no Ray cluster can be joined there: {error}") from error

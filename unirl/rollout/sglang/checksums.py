@@ -1,0 +1,140 @@
+"""Hashes of weights as an SGLang server holds them, computed from the trainer's tensors.
+
+`/weights_checker` gives a hash of every parameter: under SGLang's names, in which q, k and v are one tensor and gate
+and up another, of the shard of each TP rank, by SHA-256 on CPU and by a kernel of SGLang's own on CUDA.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import torch
+
+_VOCAB_MULTIPLE = 64
+_PARTS = {
+    "q_proj": ("qkv_proj", 0, 3),
+    "k_proj": ("qkv_proj", 1, 3),
+    "v_proj": ("qkv_proj", 2, 3),
+    "gate_proj": ("gate_up_proj", 0, 2),
+    "up_proj": ("gate_up_proj", 1, 2),
+}
+"""Layer -> (layer that it is part of, its place there, number of parts)."""
+
+_SPLIT_BY_COLUMNS = ("o_proj", "down_proj")
+_VOCABULARY = ("embed_tokens", "lm_head")
+_WHOLE = ("norm", "layernorm")
+
+
+class ChecksumCollector:
+    """Hashes the weights that pass by; at most one fused tensor is held at a time per layer.
+
+    device: of the server's weights, "cpu" or "cuda". dtype: theirs, which the weights are cast to.
+    head_dim: of the key-value heads, which TP ranks share where there are fewer heads than ranks.
+    """
+
+    def __init__(self, *, device: str, dtype: torch.dtype, tp: int, head_dim: int):
+        self._hash = _hash_on_cuda if device == "cuda" else _hash_on_cpu
+        self._dtype, self._tp, self._head_dim = dtype, tp, head_dim
+        self._waiting: dict[str, dict[int, torch.Tensor]] = {}
+        self.ranks: list[dict[str, str]] = [{} for _ in range(tp)]
+        """Of each TP rank: hash by the server's name, 16 hex digits."""
+
+    def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """`weights`, hashed as they pass. Raises ValueError on one whose layout in the server is not known."""
+        for name, tensor in weights:
+            self._add(name, tensor.to(self._dtype))
+            yield name, tensor
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        prefix, layer, kind = _split_name(name)
+        if layer not in _PARTS:
+            self._hash_shards(name, [_shard(layer, tensor, rank, self._tp, name) for rank in range(self._tp)])
+            return
+        fused, place, count = _PARTS[layer]
+        fused_name = f"{prefix}{fused}.{kind}"
+        parts = self._waiting.setdefault(fused_name, {})
+        parts[place] = tensor
+        if len(parts) == count:
+            del self._waiting[fused_name]
+            ordered = [parts[place] for place in range(count)]
+            shards = [torch.cat([self._rows(part, rank, fused) for part in ordered]) for rank in range(self._tp)]
+            self._hash_shards(fused_name, shards)
+
+    def _rows(self, part: torch.Tensor, rank: int, fused: str) -> torch.Tensor:
+        """Rows of a rank; key-value heads are repeated where there are fewer of them than ranks."""
+        heads = part.shape[0] // self._head_dim
+        if fused == "qkv_proj" and heads < self._tp:
+            return part.unflatten(0, (heads, -1))[rank * heads // self._tp]
+        return part.chunk(self._tp)[rank]
+
+    def _hash_shards(self, name: str, shards: list[torch.Tensor]) -> None:
+        for rank, shard in enumerate(shards):
+            self.ranks[rank][name] = self._hash(shard.contiguous())
+
+
+def _split_name(name: str) -> tuple[str, str, str]:
+    """ "model.layers.0.self_attn.q_proj.weight" -> ("model.layers.0.self_attn.", "q_proj", "weight")."""
+    path, kind = name.rsplit(".", 1)
+    prefix, dot, layer = path.rpartition(".")
+    return prefix + dot, layer, kind
+
+
+def _shard(layer: str, tensor: torch.Tensor, rank: int, tp: int, name: str) -> torch.Tensor:
+    if layer in _VOCABULARY:
+        missing = -len(tensor) % (_VOCAB_MULTIPLE * (tp if _VOCAB_MULTIPLE % tp else 1))
+        padded = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+        return padded.chunk(tp)[rank]
+    if layer in _SPLIT_BY_COLUMNS and tensor.ndim == 2:
+        return tensor.chunk(tp, dim=1)[rank]
+    if layer.endswith(_WHOLE) or layer in _SPLIT_BY_COLUMNS:
+        return tensor
+    raise ValueError(
+        f"{name}: it is not known how an SGLang server stores this weight, so that no checksum can be compared; "
+        "set sync.checksum_every=0"
+    )
+
+
+def _hash_on_cpu(tensor: torch.Tensor) -> str:
+    data = tensor.cpu().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(memoryview(data)).hexdigest()[:16]
+
+
+_WORD, _DOUBLE = (1 << 32) - 1, (1 << 64) - 1
+_SEEDS = (0x243F6A88, (0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF) & _WORD)
+_POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))
+_TILE_WORDS = 8192
+_TILES_AT_ONCE = 128
+
+
+def _hash_on_cuda(tensor: torch.Tensor) -> str:
+    """The numbers of `gpu_tensor_hash` of SGLang 0.5.23: two 32-bit hashes for each tile of 8192 words, MurmurHash's
+    last step over words mixed with their positions, summed over tiles, and the last step of SplitMix64.
+    """
+    data = tensor.reshape(-1).view(torch.uint8)
+    words = torch.nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32)
+    total, size = 0, _TILE_WORDS * _TILES_AT_ONCE
+    for start in range(0, len(words), size):
+        total += _hash_tiles(words[start : start + size].long() & _WORD, start, len(words) * 4 & _WORD)
+    return f"{_splitmix64(total & _DOUBLE):016x}"
+
+
+def _hash_tiles(words: torch.Tensor, start: int, num_bytes: int) -> int:
+    position = torch.arange(start, start + len(words), device=words.device) & _WORD
+    halves = []
+    for seed, (factor, turn) in zip(_SEEDS, _POSITIONS, strict=True):
+        mixed = ((position * factor + seed) & _WORD) ^ (((position << turn) | (position >> (32 - turn))) & _WORD)
+        mixed = _murmur_end(words ^ mixed)
+        tiles = torch.nn.functional.pad(mixed, (0, -len(mixed) % _TILE_WORDS)).view(-1, _TILE_WORDS)
+        halves.append(_murmur_end((tiles.sum(1) & _WORD) ^ num_bytes))
+    return (int(halves[0].sum()) << 32) + int(halves[1].sum())
+
+
+def _murmur_end(value: torch.Tensor) -> torch.Tensor:
+    value = ((value ^ (value >> 16)) * 0x85EBCA6B) & _WORD
+    value = ((value ^ (value >> 13)) * 0xC2B2AE35) & _WORD
+    return value ^ (value >> 16)
+
+
+def _splitmix64(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _DOUBLE
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _DOUBLE
+    return value ^ (value >> 31)

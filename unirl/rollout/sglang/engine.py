@@ -1,0 +1,234 @@
+"""`SGLangRolloutEngine`: samples from SGLang servers, behind the protocol of every engine."""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from unirl.errors import UserError
+from unirl.rollout.engine import ProgressCallback
+from unirl.rollout.sglang.background import BackgroundLoop
+from unirl.rollout.sglang.client import RequestRefusedError, ServerLostError
+from unirl.rollout.sglang.control import PauseMode, ServerControl
+from unirl.rollout.sglang.fleet import Fleet, FleetLimits
+from unirl.rollout.sglang.launch import ServerOptions
+from unirl.rollout.sglang.model import ModelFacts
+from unirl.rollout.sglang.publisher import Publisher, WeightSyncError
+from unirl.rollout.sglang.sample import Sample
+from unirl.rollout.sglang.server import Server
+from unirl.rollout.sglang.transfer import WeightTransfer
+from unirl.types import Completion, GenerationRequest
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the engine does beside its servers.
+
+    timeout_s: seconds that a sample may be without a new token before its server is looked at.
+    deterministic: samples must depend on their seeds alone; servers that do not are refused.
+    checksum_every: compare checksums of all weights at the first weight update and every so many; 0: never.
+    checksum_timeout_s: limit for a server to compute them.
+    """
+
+    timeout_s: float = 600.0
+    deterministic: bool = True
+    checksum_every: int = 20
+    checksum_timeout_s: float = 600.0
+
+
+class SGLangRolloutEngine:
+    """Samples from the model in `model_path` on SGLang servers; a `RolloutEngine`.
+
+    Servers that die or hang are restarted, their samples go on elsewhere with the tokens that had come. A sample's
+    tokens depend on its seed alone where the servers are deterministic; log-probs vary with the batch by rounding.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        servers: Sequence[ServerOptions | str],
+        transfer: WeightTransfer,
+        *,
+        limits: FleetLimits | None = None,
+        options: EngineOptions | None = None,
+        api_key: str | None = None,
+    ):
+        """model_path: Hugging Face folder, the one that the servers started from.
+
+        servers: how to launch each, or its URL where it runs already, with its `api_key`.
+        transfer: the way that `update_weights` takes.
+
+        Raises UserError where a server does not start or is not what the options ask for.
+        """
+        self.weight_version = 0
+        self._model = ModelFacts(Path(model_path))
+        self._transfer = transfer
+        self._options = options or EngineOptions()
+        self._num_resubmitted = 0
+        self._weights_known = True
+        self._closed = False
+        self._loop = BackgroundLoop("sglang-engine")
+        try:
+            self._fleet: Fleet = self._loop.run(self._start(servers, limits or FleetLimits(), api_key))
+        except BaseException:
+            self._loop.close()
+            raise
+        self._publisher = Publisher(
+            self._fleet,
+            self._model,
+            transfer,
+            checksum_every=self._options.checksum_every,
+            checksum_timeout_s=self._options.checksum_timeout_s,
+        )
+
+    async def _start(self, servers: Sequence[ServerOptions | str], limits: FleetLimits, api_key: str | None) -> Fleet:
+        fleet = Fleet([Server(source, api_key=api_key) for source in servers], limits)
+        try:
+            await fleet.start()
+            for server in fleet.servers:
+                self._check_server(server)
+        except BaseException:
+            await fleet.close()
+            raise
+        return fleet
+
+    def _check_server(self, server: Server) -> None:
+        if self._options.deterministic and not server.info.deterministic:
+            raise UserError(
+                f"{server} does not take seeds: start it with --enable-deterministic-inference, or set "
+                "rollout.deterministic=false (samples then differ from run to run)"
+            )
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_progress: ProgressCallback | None = None
+    ) -> list[list[Completion]]:
+        """See `RolloutEngine.generate`. A sample also ends, truncated, where the server's context length ends.
+
+        Raises UserError where no server is left.
+        """
+        self._check_open()
+        if not self._weights_known:
+            raise WeightSyncError("the last weight update failed, so that servers may differ: update the weights first")
+        context = min(self._model.max_positions, *(server.info.context_length for server in self._fleet.servers))
+        for number, request in enumerate(requests):
+            self._model.check_request(number, request, context)
+        groups = [
+            [Sample(request, index, context_length=context) for index in range(len(request.seeds))]
+            for request in requests
+        ]
+        self._loop.run(self._complete_all(groups, on_progress or (lambda finished: None)))
+        return [[sample.completion() for sample in group] for group in groups]
+
+    async def _complete_all(self, groups: list[list[Sample]], on_progress: ProgressCallback) -> None:
+        self._fleet.forget_groups()
+        finished = 0
+
+        async def complete(number: int, sample: Sample) -> None:
+            nonlocal finished
+            await self._complete(number, sample)
+            finished += 1
+            on_progress(finished)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number, group in enumerate(groups):
+                    for sample in group:
+                        tasks.create_task(complete(number, sample))
+        except* (UserError, RequestRefusedError) as errors:
+            error = errors.exceptions[0]
+            raise error if isinstance(error, UserError) else UserError(f"SGLang refused a sample: {error}") from error
+
+    async def _complete(self, group: int, sample: Sample) -> None:
+        """Ask for the sample until it is whole: again where a server was lost, with the tokens that had come."""
+        while sample.status is None:
+            server = await self._fleet.acquire(group)
+            try:
+                events = server.control.client.stream("/generate", sample.body(), silence_s=self._options.timeout_s)
+                async with aclosing(events):
+                    async for event in events:
+                        server.heard()
+                        sample.take(event)
+            except ServerLostError as error:
+                if sample.status is None:
+                    self._num_resubmitted += 1
+                    _log.info("a sample of %d tokens so far goes on elsewhere: %s", len(sample.token_ids), error)
+                    self._fleet.report_lost(server)
+                    sample.close_if_complete()
+            finally:
+                await self._fleet.release(server)
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See `RolloutEngine.update_weights`. Weights that are not the model's are refused before any server sees them.
+
+        A server that is lost meanwhile is revived with the new weights. Raises WeightSyncError where a server refuses
+        them or holds others afterwards: nothing can be generated then until an update succeeds.
+        """
+        self._check_open()
+        self._publisher.stage(weights, version)
+        self._weights_known = False
+        self._loop.run(self._publisher.publish())
+        self._weights_known = True
+        self.weight_version = version
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the engine was made: servers restarted, samples that went on elsewhere."""
+        return {
+            "rollout/server_restarts": self._fleet.num_restarts,
+            "rollout/samples_resubmitted": self._num_resubmitted,
+        }
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop decoding on all servers; see `PauseMode`."""
+        self._on_all(lambda control: control.pause(mode))
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._on_all(lambda control: control.resume())
+
+    def abort_all(self) -> None:
+        """End all samples in progress; they come back as aborted, with the tokens they have."""
+        self._on_all(lambda control: control.abort_all())
+
+    def _on_all(self, call) -> None:
+        async def on_all() -> None:
+            await asyncio.gather(*(call(server.control) for server in self._fleet.living()))
+
+        self._loop.run(on_all())
+
+    @property
+    def controls(self) -> list[ServerControl]:
+        """Of the servers that are up; their coroutines are run by `run`."""
+        return [server.control for server in self._fleet.living()]
+
+    @property
+    def endpoints(self) -> list[tuple[str, str | None]]:
+        """URL and API key of the servers that are up, for another process that is to share them."""
+        return [server.endpoint for server in self._fleet.living()]
+
+    @property
+    def server_pids(self) -> list[int | None]:
+        """Head of each server's process tree; None for one that was not launched here."""
+        return [server.pid for server in self._fleet.servers]
+
+    def run(self, coroutine):
+        """Run a coroutine of `controls` to its end."""
+        return self._loop.run(coroutine)
+
+    def close(self) -> None:
+        """See `RolloutEngine.close`: servers that were launched here are gone when it returns."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.run(self._fleet.close())
+        self._loop.close()
+        self._transfer.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the rollout engine is closed")

@@ -1,0 +1,104 @@
+"""One sample on its way: what is asked for it, and what has come so far, whichever servers it came from."""
+
+import math
+from typing import Any
+
+from unirl.rollout.sglang.client import RequestRefusedError
+from unirl.types import Completion, GenerationRequest, SampleStatus
+
+STREAM_TOKENS = 16
+"""Tokens in one event of the stream: as many may have to be drawn again when a server is lost."""
+
+_SEEDS = 2**63
+_FIRST_VERSION = "default"
+
+
+class Sample:
+    """Collects the tokens of one sample, number `seed_index` of `request`.
+
+    It may be asked for several times, each time for what is missing: the tokens it has become part of the prompt. A
+    token's noise depends on the seed and the token's position, so that the parts fit together.
+    """
+
+    def __init__(self, request: GenerationRequest, seed_index: int, *, context_length: int):
+        self.request = request
+        self.seed = request.seeds[seed_index] % _SEEDS
+        self.limit = min(request.params.max_new_tokens, context_length - len(request.prompt_ids))
+        self.token_ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.weight_versions: list[int] = []
+        self.status: SampleStatus | None = None
+        self._asked_at = 0
+
+    def body(self) -> dict[str, Any]:
+        """The request to `/generate` for the tokens that are missing."""
+        params = self.request.params
+        self._asked_at = len(self.token_ids)
+        return {
+            "input_ids": [*self.request.prompt_ids, *self.token_ids],
+            "stream": True,
+            "return_logprob": True,
+            "sampling_params": {
+                "max_new_tokens": self.limit - len(self.token_ids),
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k,  # without it the model's generation_config would narrow the sampling
+                "stop_token_ids": list(params.stop_token_ids),
+                "ignore_eos": not params.stop_token_ids,
+                "sampling_seed": self.seed,
+                "stream_interval": STREAM_TOKENS,
+            },
+        }
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Add the tokens of one event of the stream.
+
+        Raises RequestRefusedError where the server ended the sample with an error.
+        """
+        meta = event["meta_info"]
+        reason = meta.get("finish_reason")
+        if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
+            raise RequestRefusedError(f"the server gave up a sample: {reason.get('message')}")
+        token_ids = event["output_ids"]
+        log_probs = [math.nan if entry[0] is None else entry[0] for entry in meta.get("output_token_logprobs", ())]
+        self.token_ids += token_ids
+        self.log_probs += log_probs[len(log_probs) - len(token_ids) :]
+        self.weight_versions += [_version(meta["weight_version"])] * len(token_ids)
+        for span in meta.get("weight_versions", ()):
+            start = self._asked_at + span["start"]
+            end = min(self._asked_at + span["end"], len(self.token_ids))
+            self.weight_versions[start:end] = [_version(span["version"])] * (end - start)
+        if reason is not None:
+            self._finish(reason["type"])
+
+    def close_if_complete(self) -> None:
+        """Note that nothing is missing, where the server was lost between the last token and the word that it was."""
+        if self.token_ids and self.token_ids[-1] in self.request.params.stop_token_ids:
+            self.status = SampleStatus.COMPLETED
+        elif len(self.token_ids) >= self.limit:
+            self.status = SampleStatus.TRUNCATED
+
+    def _finish(self, kind: str) -> None:
+        """A stop at a token that was not asked for, the model's own end token, leaves the sample open: it goes on."""
+        if kind == "abort":
+            self.status = SampleStatus.ABORTED
+        elif kind == "length":
+            self.status = SampleStatus.TRUNCATED
+        elif kind == "stop":
+            self.close_if_complete()
+        else:
+            raise RequestRefusedError(f"the server ended a sample with the reason {kind!r}, which is not known")
+
+    def completion(self) -> Completion:
+        """The sample; `status` must be known."""
+        return Completion(
+            token_ids=tuple(self.token_ids),
+            log_probs=tuple(self.log_probs),
+            status=self.status,
+            weight_versions=tuple(self.weight_versions),
+        )
+
+
+def _version(text: str) -> int:
+    """Weight versions are integers here and texts there; a server starts with a name of its own."""
+    return 0 if text == _FIRST_VERSION else int(text)

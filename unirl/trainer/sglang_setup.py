@@ -1,0 +1,78 @@
+"""Makes the SGLang engine of a run from its config."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from unirl.config.schema import TrainConfig
+from unirl.errors import UserError
+from unirl.rollout.sglang import (
+    API_KEY_VARIABLE,
+    EngineOptions,
+    FleetLimits,
+    ServerOptions,
+    SGLangRolloutEngine,
+    WeightTransfer,
+    find_python,
+    per_server,
+)
+from unirl.sync.disk import DiskTransfer
+from unirl.train.megatron.hf_folder import resolve_folder
+
+
+def make_sglang_engine(config: TrainConfig) -> SGLangRolloutEngine:
+    """Launch the servers of the section `rollout`, or attach to those of `rollout.urls`."""
+    rollout, folder = config.rollout, resolve_folder(config.model.path)
+    return SGLangRolloutEngine(
+        folder,
+        rollout.urls or per_server(_server_options(config, folder), rollout.num_servers),
+        _make_transfer(config),
+        limits=FleetLimits(
+            max_concurrency=rollout.max_concurrency,
+            start_timeout_s=rollout.start_timeout_s,
+            health_interval_s=rollout.health_interval_s,
+            health_timeout_s=rollout.health_timeout_s,
+            max_restarts=rollout.max_restarts,
+        ),
+        options=EngineOptions(
+            timeout_s=rollout.timeout_s,
+            deterministic=rollout.deterministic,
+            checksum_every=config.sync.checksum_every,
+            checksum_timeout_s=config.sync.timeout_s,
+        ),
+        api_key=os.environ.get(API_KEY_VARIABLE),
+    )
+
+
+def _server_options(config: TrainConfig, folder: Path) -> ServerOptions:
+    rollout, has_cuda = config.rollout, torch.cuda.is_available()
+    device = rollout.device if rollout.device != "auto" else "cuda" if has_cuda else "cpu"
+    num_gpus = rollout.num_servers * rollout.tp if device == "cuda" else 0
+    if num_gpus > torch.cuda.device_count():
+        raise UserError(
+            f"rollout.num_servers={rollout.num_servers} servers of rollout.tp={rollout.tp} GPUs need {num_gpus}, and "
+            f"this machine has {torch.cuda.device_count()}: lower one of them, or set rollout.device=cpu"
+        )
+    return ServerOptions(
+        python=find_python(rollout.python),
+        model_path=str(folder.absolute()),
+        dtype=config.model.dtype,
+        log_path=Path(config.run_dir) / "logs" / "sglang.log",
+        device=device,
+        tp=rollout.tp,
+        gpus=tuple(range(num_gpus)),
+        max_running=rollout.max_concurrency,
+        mem_fraction=rollout.mem_fraction,
+        num_threads=config.num_threads or 1,
+        deterministic=rollout.deterministic,
+        trust_remote_code=config.model.trust_remote_code,
+        health_timeout_s=rollout.health_timeout_s,
+        arguments=rollout.server_args,
+    )
+
+
+def _make_transfer(config: TrainConfig) -> WeightTransfer:
+    sync = config.sync
+    folder = Path(sync.folder) if sync.folder else Path(config.run_dir) / "weights"
+    return DiskTransfer(folder, bucket_bytes=sync.bucket_mb * 10**6, timeout_s=sync.timeout_s)
