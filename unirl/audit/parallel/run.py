@@ -18,6 +18,7 @@ from unirl.cluster.spawn import RankError, run_ranks
 from unirl.config.schema import ParallelConfig, TrainConfig
 from unirl.errors import UserError
 from unirl.train.megatron.architecture import check_layout, read_architecture
+from unirl.train.megatron.runtime import ParallelRuntime
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,12 @@ def _compare_on_rank(work: list[_Work]) -> list[dict[str, dict[str, Difference]]
         if dist.get_rank() == 0:
             _say(f"{dist.get_world_size()} ranks, layout {done + 1} of {len(work)}: {one.layout.name}")
         differences = {}
-        for case, expected in one.cases:
-            outcome = train(case, one.layout.parallel)
-            if outcome is not None:
-                reference = torch.load(expected, weights_only=False)  # this program's own file
-                differences[case.name] = compare(outcome, reference, TOLERANCES[case.model.dtype])
+        with ParallelRuntime(one.layout.parallel, seed=0):  # held, so that the groups are made once for all cases
+            for case, expected in one.cases:
+                outcome = train(case, one.layout.parallel)
+                if outcome is not None:
+                    reference = torch.load(expected, weights_only=False)  # this program's own file
+                    differences[case.name] = compare(outcome, reference, TOLERANCES[case.model.dtype])
         rows.append(differences)
     return rows
 
