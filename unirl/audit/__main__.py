@@ -4,9 +4,10 @@ import argparse
 import sys
 
 from unirl.audit import kernels, rollout, vectors
+from unirl.audit.parallel import command as parallel
 from unirl.errors import UserError
 
-AUDITS = (kernels, rollout, vectors)
+AUDITS = (kernels, parallel, rollout, vectors)
 """Modules with `add_parser(subparsers)`; their parsers set `run`: from arguments to exit code."""
 
 
@@ -20,7 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return options.run(options)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
         return 2
 
 

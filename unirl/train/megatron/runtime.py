@@ -66,7 +66,7 @@ class ParallelRuntime(AbstractContextManager):
                 distributed_timeout_minutes=parallel.timeout_s / 60,
                 create_gloo_process_groups=False,
             )
-        opened.callback(parallel_state.destroy_model_parallel)
+        opened.callback(_destroy_groups)
 
     @property
     def dp(self) -> int:
@@ -98,6 +98,15 @@ class ParallelRuntime(AbstractContextManager):
 
     def __exit__(self, *exc_info) -> None:
         self.close()
+
+
+def _destroy_groups() -> None:
+    """Megatron forgets its groups without destroying them: the threads and sockets of each would stay for ever."""
+    groups = parallel_state._global_process_group_list or []
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if group is not None:  # which stands for the default group
+            dist.destroy_process_group(group)
 
 
 def _init_process_group() -> None:
