@@ -23,6 +23,12 @@ BROKEN = {
         "tp*cp = 3*2 = 6 does not divide the 8 devices of a node",
     ),
     "experts_divide": (["num_devices=4", "parallel.ep=3"], "parallel.ep", "dp*cp = 4*1 = 4; use parallel.ep=2 or 4"),
+    "chunks_divide": (["parallel.vpp=2"], "parallel.vpp", "set parallel.pp > 1"),
+    "offload_is_distributed": (
+        ["optimizer.cpu_offload=true"],
+        "optimizer.cpu_offload",
+        "needs parallel.use_distributed_optimizer=true",
+    ),
     "sequence_parallel_needs_tp": (["parallel.sequence_parallel=true"], "parallel.sequence_parallel", "or tp > 1"),
     "model_divides": (
         ["model.path=FOLDER", "num_devices=3", "parallel.tp=3", "batch_size=3"],

@@ -95,3 +95,31 @@ def sequence_parallel_needs_tp(config: TrainConfig) -> str | None:
     if not config.parallel.sequence_parallel or config.parallel.tp > 1:
         return None
     return "shards activations over tensor-parallel ranks, and parallel.tp=1 has none; set it to false, or tp > 1"
+
+
+@rule("parallel.vpp", "parallel.pp", "model.path")
+def chunks_divide(config: TrainConfig) -> str | None:
+    """parallel.vpp needs pp > 1, and pp * vpp divides the model's layers (where model.path is a folder)."""
+    pp, vpp = config.parallel.pp, config.parallel.vpp
+    if vpp is None:
+        return None
+    if pp == 1:
+        return f"found {vpp}, but a pipeline of one stage has no chunks; set parallel.pp > 1, or parallel.vpp=null"
+    try:
+        layers = read_model_config(Path(config.model.path) / "config.json").get("num_hidden_layers")
+    except ValueError:
+        return None  # a hub name, or what the rule of model.path reports
+    if not isinstance(layers, int) or layers % pp or layers % (pp * vpp) == 0:
+        return None
+    valid = neighbours(vpp, [count for count in range(2, layers // pp + 1) if layers // pp % count == 0])
+    return f"pp*vpp = {pp}*{vpp} does not divide the {layers} layers of {config.model.path}; use " + (
+        _either("parallel.vpp", valid) or "parallel.vpp=null"
+    )
+
+
+@rule("optimizer.cpu_offload", "parallel.use_distributed_optimizer")
+def offload_is_distributed(config: TrainConfig) -> str | None:
+    """optimizer.cpu_offload needs parallel.use_distributed_optimizer: else the master weights stay on the GPU."""
+    if not config.optimizer.cpu_offload or config.parallel.use_distributed_optimizer:
+        return None
+    return "found true, which needs parallel.use_distributed_optimizer=true"

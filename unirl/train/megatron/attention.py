@@ -68,14 +68,14 @@ def plan_attention(tree_cu_seqlens: torch.Tensor, branch_ids: torch.Tensor) -> A
     for masked in (False, True):
         trees = [tree for tree, length in enumerate(lengths) if length and branched[tree] == masked]
         for group in group_by_length([lengths[tree] for tree in trees], masked=masked):
-            members = torch.tensor([trees[i] for i in group])
-            tokens, valid = _pad_trees(tree_cu_seqlens[members], tree_cu_seqlens[members + 1])
+            members = [trees[i] for i in group]
+            tokens, valid = _pad_trees(tree_cu_seqlens[:-1][members], tree_cu_seqlens[1:][members])
             mask = _tree_mask(branch_ids[tokens], valid) if masked else None
             calls.append(AttentionCall(*tokens.shape, mask))
             token_of_slot.append(tokens.flatten())
             valid_slots.append(valid.flatten())
     token_of_slot, valid = torch.cat(token_of_slot), torch.cat(valid_slots)
-    if torch.equal(token_of_slot, torch.arange(branch_ids.numel())):
+    if torch.equal(token_of_slot, torch.arange(branch_ids.numel(), device=branch_ids.device)):
         return AttentionPlan(calls, None, None)
     slots = torch.nonzero(valid).flatten()
     slot_of_token = torch.empty_like(branch_ids)
@@ -104,7 +104,7 @@ def group_by_length(lengths: list[int], *, masked: bool) -> list[list[int]]:
 
 def _pad_trees(starts: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Token of each slot [B, L] int64 and which slots are not padding [B, L] bool."""
-    offsets = torch.arange(int((ends - starts).max()))
+    offsets = torch.arange(int((ends - starts).max()), device=starts.device)
     valid = offsets < (ends - starts)[:, None]
     return starts[:, None] + torch.where(valid, offsets, 0), valid
 
@@ -112,7 +112,7 @@ def _pad_trees(starts: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, 
 def _tree_mask(branches: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """[B, 1, L, L] bool from branch ids [B, L]: the earlier tokens, or the token itself, of the trunk or its branch."""
     length = branches.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    causal = torch.ones(length, length, dtype=torch.bool, device=branches.device).tril()
     visible = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
     # A padded slot repeats the first token and so looks like trunk, but comes after every token of its tree.
     return (causal & visible)[:, None]

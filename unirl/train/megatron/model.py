@@ -20,6 +20,7 @@ from unirl.train.megatron.architecture import Architecture, check_layout
 from unirl.train.megatron.attention import TreePackedSeqParams, plan_attention
 from unirl.train.megatron.context import ContextSplit
 from unirl.train.megatron.moe import moe_options
+from unirl.train.megatron.platform import choose_device, has_transformer_engine
 from unirl.train.megatron.rope import RopeConfig
 from unirl.train.megatron.spec import block_spec
 from unirl.train.packing import MicroBatch
@@ -77,7 +78,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         # The loss is divided by denominators of the whole batch already; this keeps Megatron from dividing again.
         calculate_per_token_loss=True,
-        use_cpu_initialization=True,
+        use_cpu_initialization=choose_device().type == "cpu",
         perform_initialization=False,  # every weight is read from the Hugging Face folder
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -85,7 +86,7 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        **moe_options(architecture.moe, transformer_engine=False),
+        **moe_options(architecture.moe, transformer_engine=has_transformer_engine()),
         **_RECOMPUTE[recompute],
     )
 

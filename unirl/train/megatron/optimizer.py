@@ -39,12 +39,10 @@ class PolicyOptimizer:
         total_steps: int,
         dtype: torch.dtype,
     ):
-        """chunks: what this process holds of the model. Raises UserError for `cpu_offload` without CUDA."""
-        if config.cpu_offload and not next(chunks[0].parameters()).is_cuda:
-            raise UserError(
-                "optimizer.cpu_offload=true: the weights are in host memory already, there is no GPU to relieve; set "
-                "it to false"
-            )
+        """chunks: what this process holds of the model. Raises UserError for `cpu_offload` where it cannot be."""
+        distributed = chunks[0].ddp_config.use_distributed_optimizer
+        if config.cpu_offload:
+            _check_offload(chunks[0], distributed)
         self.config = config
         self.max_grad_norm = max_grad_norm
         self.total_steps = total_steps
@@ -61,8 +59,9 @@ class PolicyOptimizer:
                 clip_grad=max_grad_norm,
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
-                use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
+                use_distributed_optimizer=distributed,
                 optimizer_cpu_offload=config.cpu_offload,
+                optimizer_offload_fraction=1.0,
             ),
             list(chunks),
             use_gloo_process_groups=False,
@@ -113,3 +112,14 @@ class PolicyOptimizer:
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         (only,) = self._megatron.chained_optimizers
         return only.optimizer
+
+
+def _check_offload(chunk: DistributedDataParallel, distributed: bool) -> None:
+    if not next(chunk.parameters()).is_cuda:
+        raise UserError(
+            "optimizer.cpu_offload=true: the weights are in host memory already, there is no GPU to relieve; set it to "
+            "false"
+        )
+    if not distributed:
+        # Without it Megatron keeps a copy of the master weights on the GPU.
+        raise UserError("optimizer.cpu_offload=true needs parallel.use_distributed_optimizer=true")

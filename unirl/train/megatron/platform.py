@@ -3,15 +3,15 @@
 Megatron-Core names the device "cuda" in a few places. Here the modules of megatron-core, and nothing else, get a
 `torch` whose CUDA functions and device arguments mean the CPU; torch itself stays as it is for everybody else.
 
-What is replaced here is that of release 0.16.1, the last one for Python 3.11. 0.19 has the same places: the names of
-CUDA tensor types in `optimizer` and `distrib_optimizer`, `torch.cuda.current_device()` and "cuda" as a device in
-`schedules`, `p2p_communication`, `layers`, `mappings` and `param_and_grad_buffer`, and the two functions of `random`.
-Its `ModelParallelConfig` has no other defaults for the keys that `model.transformer_config` leaves alone.
+What is replaced are internals of the releases in MEGATRON_VERSIONS: 0.16.1, the last one for Python 3.11, and 0.19.2.
+They name the device in the same places. What differs between them makes no difference here: 0.19 looks up the tensors'
+type names in the same two optimizers, imports the matrix product of Transformer Engine that 0.16.1's router lacks (our
+router does without), and logs that GPTModel will go.
 """
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import os
 import sys
 import types
@@ -21,8 +21,8 @@ import megatron.core
 import torch
 import torch.distributed as dist
 
-MEGATRON_VERSION = "0.16.1"
-"""The megatron-core release whose internals this module replaces."""
+MEGATRON_VERSIONS = ("0.16.1", "0.19.2")
+"""The megatron-core releases whose internals this module replaces."""
 
 _DEVICE_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
 _ADAPTED = (
@@ -44,6 +44,11 @@ def choose_device() -> torch.device:
     if not torch.cuda.is_available() or (dist.is_initialized() and "nccl" not in dist.get_backend_config()):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def has_transformer_engine() -> bool:
+    """Whether layers are Transformer Engine's: on CUDA where it is installed."""
+    return choose_device().type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
 
 
 @contextlib.contextmanager
@@ -74,10 +79,11 @@ def install_cpu_platform() -> None:
     global _installed
     if _installed:
         return
-    if megatron.core.__version__ != MEGATRON_VERSION:
+    if megatron.core.__version__ not in MEGATRON_VERSIONS:
         raise RuntimeError(
-            f"the CPU platform adapts megatron-core {MEGATRON_VERSION}, found {megatron.core.__version__}: install "
-            f"megatron-core=={MEGATRON_VERSION}, or check unirl/train/megatron/platform.py against the new release"
+            f"the CPU platform adapts megatron-core {' and '.join(MEGATRON_VERSIONS)}, found "
+            f"{megatron.core.__version__}: install megatron-core=={MEGATRON_VERSIONS[0]}, or check "
+            "unirl/train/megatron/platform.py against the new release"
         )
     for name in _ADAPTED:
         importlib.import_module(f"megatron.core.{name}")

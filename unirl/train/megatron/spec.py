@@ -1,4 +1,6 @@
-"""The layer spec of the policy without Transformer Engine."""
+"""The layer spec of policy and critic: of our own parts, or of those of Transformer Engine where it is there."""
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from unirl.train.megatron.attention import TreeAttention
 from unirl.train.megatron.moe import moe_spec
+from unirl.train.megatron.platform import has_transformer_engine
 
 
 class RMSNorm(torch.nn.Module):
@@ -60,39 +63,60 @@ class SwiGLU(torch.nn.Module):
         return _SwiGLU.apply(gate_up)
 
 
+@dataclass(frozen=True)
+class LayerParts:
+    """What layers are made of."""
+
+    norm: type[torch.nn.Module] = RMSNorm
+    column_parallel: type[torch.nn.Module] = ColumnParallelLinear
+    row_parallel: type[torch.nn.Module] = RowParallelLinear
+    attention: type[torch.nn.Module] = TreeAttention
+
+
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The decoder: layers of this pipeline stage, or of its chunk `vp_stage`, and the final norm."""
+    parts = _transformer_engine_parts(config) if has_transformer_engine() else LayerParts()
     return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(config)] * get_num_layers_to_build(config, vp_stage), layer_norm=RMSNorm
+        layer_specs=[_layer_spec(config, parts)] * get_num_layers_to_build(config, vp_stage), layer_norm=parts.norm
     )
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec:
-    qk_norm = RMSNorm if config.qk_layernorm else None
+def _transformer_engine_parts(config: TransformerConfig) -> LayerParts:
+    """Norms and linear layers stay apart, so that weights have the names that they have without it."""
+    from megatron.core.extensions import transformer_engine as te
+
+    from unirl.train.megatron.attention_te import PackedAttention
+
+    attention = PackedAttention if config.context_parallel_size == 1 else TreeAttention
+    return LayerParts(te.TENorm, te.TEColumnParallelLinear, te.TERowParallelLinear, attention)
+
+
+def _layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
+    qk_norm = parts.norm if config.qk_layernorm else None
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=TreeAttention,
-        linear_proj=RowParallelLinear,
+        linear_qkv=parts.column_parallel,
+        core_attention=parts.attention,
+        linear_proj=parts.row_parallel,
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=parts.norm,
             self_attention=ModuleSpec(
                 module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=_mlp_spec(config),
+            pre_mlp_layernorm=parts.norm,
+            mlp=_mlp_spec(config, parts),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def _mlp_spec(config: TransformerConfig) -> ModuleSpec:
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
+def _mlp_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
+    mlp = MLPSubmodules(linear_fc1=parts.column_parallel, linear_fc2=parts.row_parallel, activation_func=SwiGLU)
     if config.num_moe_experts:
         return moe_spec(mlp, grouped=config.moe_grouped_gemm)
     return ModuleSpec(module=MLP, submodules=mlp)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
+from unirl.algorithms import Metric
 from unirl.config.schema import OptimizerConfig
 from unirl.train.megatron import memory, state
 from unirl.train.megatron.hosted import HostedModel
@@ -113,9 +115,19 @@ class Trained(HostedModel):
             if not loss.requires_grad:
                 loss = loss + output[:0].sum()  # so that the backward pass, with its collectives, runs on every rank
             # The count in the middle is what Megatron would divide by, see finalize_model_grads_func.
-            return loss, torch.tensor(batch.targets.numel(), dtype=torch.int), metrics
+            return loss, torch.tensor(batch.targets.numel(), dtype=torch.int), _on_host(metrics)
 
         return self._run(micro_batches, counted_loss)
+
+
+def _on_host(metrics: dict) -> dict:
+    """The metrics in host memory: they go to another process."""
+    return {
+        name: replace(metric, value=metric.value.cpu(), count=metric.count.cpu())
+        if isinstance(metric, Metric)
+        else metric
+        for name, metric in metrics.items()
+    }
 
 
 def _finalize_undivided(chunks: list[DistributedDataParallel], num_tokens=None, **kwargs) -> None:
