@@ -1,35 +1,67 @@
-"""Checkpoints on disk: written aside and renamed, so that the newest one found is always whole."""
+"""Checkpoints on disk: written aside and renamed when every file is down, so that the newest one found is always whole."""
 
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError
+from typing import Any, Protocol
 
 from unirl.errors import UserError
+from unirl.train.manifest import FileSum, find_damage, sum_of_file
 
 
 class DamagedCheckpointError(UserError):
     """A checkpoint of which a file is missing, cut off or not what was written."""
 
 
+class CheckpointWriteError(RuntimeError):
+    """A model could not be written; the message says on which rank and why."""
+
+
+class Checkpointed(Protocol):
+    """A model as it is saved and loaded, on all its ranks: what a `Trained` model, or the driver's proxy of one, has."""
+
+    def begin_save(self, folder: Path) -> None: ...
+
+    def save_done(self) -> bool: ...
+
+    def finish_save(self) -> dict[str, FileSum]: ...
+
+    def check_files(self, folder: Path, files: Mapping[str, FileSum]) -> str | None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
 _NAME = re.compile(r"iteration_(\d{8})")
+_STATE = "state.json"
+_MANIFEST = "manifest.json"
+
+
+@dataclass
+class _Saving:
+    """A checkpoint of which the models' files are being written."""
+
+    iteration: int
+    state: dict[str, Any]
+    models: Mapping[str, Checkpointed]
 
 
 class CheckpointStore:
     """Folders `iteration_00000010` below `path`, the newest `keep` of them kept.
 
-    A folder holds `state.json` (counters and sampler state, plain JSON) and a folder for each model: `actor`, and
-    `critic` where there is one.
+    A folder holds `state.json` (counters and sampler state, plain JSON), a folder for each model: `actor`, and `critic`
+    where there is one, and `manifest.json`: size and checksum of every file.
+
+    One save at most is under way; whoever begins another one, or loads, waits for it.
     """
 
     def __init__(self, path: Path, *, keep: int):
         self.path = path
         self.keep = keep
+        self._saving: _Saving | None = None
 
     def iterations(self) -> list[int]:
         """Iterations that have a whole checkpoint, ascending."""
@@ -37,37 +69,56 @@ class CheckpointStore:
             return []
         return sorted(int(found[1]) for entry in self.path.iterdir() if (found := _NAME.fullmatch(entry.name)))
 
-    def save(self, iteration: int, state: dict[str, Any], writers: Mapping[str, Callable[[Path], None]]) -> Path:
-        """Write a whole checkpoint or none, then delete those beyond `keep`; `writers` fill the folder of each model.
+    def save(self, iteration: int, state: dict[str, Any], models: Mapping[str, Checkpointed]) -> Path:
+        """Write a whole checkpoint or none, then delete those beyond `keep`. Raises UserError, as of a full disk."""
+        self.begin(iteration, state, models)
+        self.finish()
+        return self.folder(iteration)
 
-        Raises UserError on a full disk.
+    def begin(self, iteration: int, state: dict[str, Any], models: Mapping[str, Checkpointed]) -> None:
+        """Start to write a checkpoint; the models may train on. `publish` or `finish` it.
+
+        Raises UserError where it cannot be begun, RuntimeError where the last one is not finished.
         """
-        target = self.folder(iteration)
-        aside = self.path / f".tmp-{target.name}"
+        if self._saving is not None:
+            raise RuntimeError(f"the checkpoint of iteration {self._saving.iteration} is not finished")
+        # What is to be read back must not change with the caller's state.
+        saving = _Saving(iteration, json.loads(json.dumps(state)), {})
         try:
             self._clean()
-            for name, write in writers.items():
-                (aside / name).mkdir(parents=True)
-                write(aside / name)
-            (aside / "state.json").write_text(json.dumps(state, indent=1))
-            _sync_to_disk(aside)
-            if target.exists():
-                target.rename(self.path / f".tmp-old-{target.name}")  # whole until the new one stands in its place
-            aside.rename(target)
-            self._clean()
-        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
-            shutil.rmtree(aside, ignore_errors=True)
-            raise UserError(
-                f"checkpoint of iteration {iteration} could not be written to {self.path}: {_reason(error)}; "
-                "make room, or point run_dir elsewhere; earlier checkpoints are whole, continue with resume=auto"
-            ) from error
+            for name, model in models.items():
+                folder = self._aside(iteration) / name
+                folder.mkdir(parents=True)
+                model.begin_save(folder)
+                saving.models = {**saving.models, name: model}
+        except (OSError, CheckpointWriteError) as error:
+            self._give_up(saving)
+            raise self._failure(iteration, error) from error
+        self._saving = saving
+
+    def publish(self) -> bool:
+        """`finish` the save under way if every file is down; whether there is none now. Waits for nothing."""
+        if self._saving is not None and all(model.save_done() for model in self._saving.models.values()):
+            self.finish()
+        return self._saving is None
+
+    def finish(self) -> None:
+        """Wait for the save under way, if there is one, and give it its name; then delete those beyond `keep`.
+
+        Raises UserError where it failed: nothing of it is left, and the models are as they were.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            self._complete(saving)
+        except (OSError, CheckpointWriteError) as error:
+            self._give_up(saving)
+            raise self._failure(saving.iteration, error) from error
         for old in self.iterations()[: -self.keep]:
             shutil.rmtree(self.folder(old))
-        return target
 
-    def load_newest(
-        self, readers: Mapping[str, Callable[[Path], None]], say: Callable[[str], None]
-    ) -> dict[str, Any] | None:
+    def load_newest(self, models: Mapping[str, Checkpointed], say: Callable[[str], None]) -> dict[str, Any] | None:
         """`load` the newest checkpoint, or, where it is damaged, the newest whole one; None where there is none at all.
 
         Damaged ones are renamed, so that no later run takes them for checkpoints, and named through `say`.
@@ -76,7 +127,7 @@ class CheckpointStore:
         damaged: dict[int, DamagedCheckpointError] = {}
         for iteration in reversed(self.iterations()):
             try:
-                state = self.load(iteration, readers)
+                state = self.load(iteration, models)
             except DamagedCheckpointError as error:
                 damaged[iteration] = error
                 continue
@@ -88,28 +139,67 @@ class CheckpointStore:
             raise UserError("\n".join([*map(str, damaged.values()), "no checkpoint is whole: start another run_dir"]))
         return None
 
-    def load(self, iteration: int, readers: Mapping[str, Callable[[Path], None]]) -> dict[str, Any]:
-        """Give each model's folder of that iteration to its reader and return the state that was saved with them.
+    def load(self, iteration: int, models: Mapping[str, Checkpointed]) -> dict[str, Any]:
+        """Give each model's folder of that iteration to the model and return the state that was saved with them.
 
-        Raises UserError where the checkpoint holds other models, DamagedCheckpointError where it cannot be read.
+        Every file is compared with the manifest before any model changes. Raises UserError where the checkpoint holds
+        other models, DamagedCheckpointError where it is not as it was written.
         """
         folder = self.folder(iteration)
         try:
-            state = json.loads((folder / "state.json").read_text())
-            self._check_models(folder, readers)
-            for name, read in readers.items():
-                read(folder / name)
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            files = _read_manifest(folder)
+            self._check_models(folder, files, models)
+            damage = find_damage(folder, {_STATE: files[_STATE]}) or _find_damage(folder, files, models)
+            if damage:
+                raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {damage}")
+            state = json.loads((folder / _STATE).read_text())
+            for name, model in models.items():
+                model.load(folder / name)
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {_reason(error)}") from error
         return state
 
-    def _check_models(self, folder: Path, readers: Mapping[str, Callable[[Path], None]]) -> None:
-        found = {entry.name for entry in folder.iterdir() if entry.is_dir()}
+    def folder(self, iteration: int) -> Path:
+        """Where the checkpoint of that iteration is, or would be."""
+        return self.path / f"iteration_{iteration:08d}"
+
+    def _complete(self, saving: _Saving) -> None:
+        aside, target = self._aside(saving.iteration), self.folder(saving.iteration)
+        files = {}
+        for name, model in saving.models.items():
+            files |= {f"{name}/{file}": found for file, found in model.finish_save().items()}
+        (aside / _STATE).write_text(json.dumps(saving.state, indent=1))
+        files[_STATE] = sum_of_file(aside / _STATE)
+        manifest = {"files": {name: asdict(found) for name, found in sorted(files.items())}}
+        (aside / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        _sync_to_disk(aside)
+        if target.exists():
+            target.rename(self.path / f".tmp-old-{target.name}")  # whole until the new one stands in its place
+        aside.rename(target)
+        self._clean()
+
+    def _give_up(self, saving: _Saving) -> None:
+        """Let the models that still write come to their end, then remove what they wrote."""
+        for model in saving.models.values():
+            try:
+                model.finish_save()
+            except CheckpointWriteError:
+                continue  # one failure is told already
+        shutil.rmtree(self._aside(saving.iteration), ignore_errors=True)
+
+    def _failure(self, iteration: int, error: Exception) -> UserError:
+        return UserError(
+            f"checkpoint of iteration {iteration} could not be written to {self.path}: {_reason(error)}; "
+            "make room, or point run_dir elsewhere; earlier checkpoints are whole, continue with resume=auto"
+        )
+
+    def _check_models(self, folder: Path, files: Mapping[str, FileSum], models: Mapping[str, Checkpointed]) -> None:
+        found = {name.split("/")[0] for name in files if "/" in name}
         if not found:
             raise DamagedCheckpointError(f"checkpoint {folder} is damaged: it holds no model")
-        if found != readers.keys():
+        if found != models.keys():
             raise UserError(
-                f"{folder} holds {', '.join(sorted(found))}, this run trains {', '.join(sorted(readers))}: resume with "
+                f"{folder} holds {', '.join(sorted(found))}, this run trains {', '.join(sorted(models))}: resume with "
                 "or without a critic (algorithm.critic) as it was, or start another run_dir"
             )
 
@@ -119,9 +209,8 @@ class CheckpointStore:
         shutil.rmtree(aside, ignore_errors=True)  # of the same iteration, damaged before
         folder.rename(aside)
 
-    def folder(self, iteration: int) -> Path:
-        """Where the checkpoint of that iteration is, or would be."""
-        return self.path / f"iteration_{iteration:08d}"
+    def _aside(self, iteration: int) -> Path:
+        return self.path / f".tmp-{self.folder(iteration).name}"
 
     def _clean(self) -> None:
         """Remove what a save that was killed left behind."""
@@ -130,10 +219,24 @@ class CheckpointStore:
             shutil.rmtree(leftover)
 
 
+def _read_manifest(folder: Path) -> dict[str, FileSum]:
+    manifest = json.loads((folder / _MANIFEST).read_text())
+    return {name: FileSum(**found) for name, found in manifest["files"].items()}
+
+
+def _find_damage(folder: Path, files: Mapping[str, FileSum], models: Mapping[str, Checkpointed]) -> str | None:
+    for name, model in models.items():
+        own = {file.removeprefix(f"{name}/"): found for file, found in files.items() if file.startswith(f"{name}/")}
+        damage = model.check_files(folder / name, own)
+        if damage:
+            return f"{name}/{damage}"
+    return None
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, CheckpointWriteError) else f"{type(error).__name__}: {error}"
 
 
 def _sync_to_disk(folder: Path) -> None:
