@@ -5,11 +5,11 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from tests.train.megatron.conftest import weighted_loss
 from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, StackConfig
+from unirl.train.manifest import FileSum
 from unirl.train.megatron.actor import MegatronActor
 
 
@@ -59,15 +59,12 @@ class FaultyActor(MegatronActor):
         self.faults.strike("optimizer")  # when other ranks have stepped, and this one, too
         return result
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> dict[str, FileSum]:
         begun = folder / f"begun-{dist.get_rank()}"
         begun.touch(exist_ok=False)
         self.faults.strike("save")
         begun.unlink()
-        torch.save(self.capture(), folder / f"rank-{dist.get_rank()}")
-
-    def load(self, folder: Path) -> None:
-        self.restore(torch.load(folder / f"rank-{dist.get_rank()}"))
+        return super().save(folder)
 
     def export_weights(self):
         for number, weight in enumerate(super().export_weights()):

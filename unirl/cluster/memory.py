@@ -36,8 +36,8 @@ class _Memory:
 class StateMemory:
     """Brings the models of new workers to where they were: the newest copy, and the calls since once more.
 
-    A copy is taken after every call that changes weights; nobody waits for it. Of a part of the model that several ranks
-    hold, the first and the last of them give one, which are on different nodes where the part is on several.
+    A copy is taken after every call that changes weights; nobody waits for it. Of a part of the model that several
+    ranks hold, the first and the last of them give one, which are on different nodes where the part is on several.
     """
 
     def __init__(self, crew: Crew, grid: RankGrid):

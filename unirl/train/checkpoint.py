@@ -1,10 +1,11 @@
-"""Checkpoints on disk: written aside and renamed when every file is down, so that the newest one found is always whole."""
+"""Checkpoints on disk: written aside, renamed when every file is down, so that the newest one found is always whole."""
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +23,9 @@ class CheckpointWriteError(RuntimeError):
 
 
 class Checkpointed(Protocol):
-    """A model as it is saved and loaded, on all its ranks: what a `Trained` model, or the driver's proxy of one, has."""
+    """A model as it is saved and loaded, on all its ranks: a `Trained` model, or the driver's proxy of one."""
+
+    def save(self, folder: Path) -> dict[str, FileSum]: ...
 
     def begin_save(self, folder: Path) -> None: ...
 
@@ -42,11 +45,11 @@ _MANIFEST = "manifest.json"
 
 @dataclass
 class _Saving:
-    """A checkpoint of which the models' files are being written."""
+    """A checkpoint on its way; models: those that have not finished."""
 
     iteration: int
     state: dict[str, Any]
-    models: Mapping[str, Checkpointed]
+    models: dict[str, Checkpointed]
 
 
 class CheckpointStore:
@@ -55,7 +58,7 @@ class CheckpointStore:
     A folder holds `state.json` (counters and sampler state, plain JSON), a folder for each model: `actor`, and `critic`
     where there is one, and `manifest.json`: size and checksum of every file.
 
-    One save at most is under way; whoever begins another one, or loads, waits for it.
+    A save writes all of it before it returns, or is begun and finished later; one at most is under way.
     """
 
     def __init__(self, path: Path, *, keep: int):
@@ -70,53 +73,47 @@ class CheckpointStore:
         return sorted(int(found[1]) for entry in self.path.iterdir() if (found := _NAME.fullmatch(entry.name)))
 
     def save(self, iteration: int, state: dict[str, Any], models: Mapping[str, Checkpointed]) -> Path:
-        """Write a whole checkpoint or none, then delete those beyond `keep`. Raises UserError, as of a full disk."""
-        self.begin(iteration, state, models)
-        self.finish()
+        """Write a whole checkpoint or none, then delete those beyond `keep`.
+
+        Raises UserError where it could not be written, as on a full disk: nothing of it is left then. RuntimeError
+        where the last one is not finished.
+        """
+        self._check_finished()
+        saving = _Saving(iteration, state, dict(models))
+        with self._none_or_whole(iteration):
+            self._make_folders(iteration, models)
+            self._complete(saving, lambda name, model: model.save(self._aside(iteration) / name))
         return self.folder(iteration)
 
     def begin(self, iteration: int, state: dict[str, Any], models: Mapping[str, Checkpointed]) -> None:
-        """Start to write a checkpoint; the models may train on. `publish` or `finish` it.
+        """Start to write a checkpoint of the models as they are now; `publish` or `finish` it.
 
-        Raises UserError where it cannot be begun, RuntimeError where the last one is not finished.
+        Raises as `save` does.
         """
-        if self._saving is not None:
-            raise RuntimeError(f"the checkpoint of iteration {self._saving.iteration} is not finished")
-        # What is to be read back must not change with the caller's state.
+        self._check_finished()
+        # A copy: the caller's state goes on.
         saving = _Saving(iteration, json.loads(json.dumps(state)), {})
-        try:
-            self._clean()
+        with self._none_or_whole(iteration, saving):
+            self._make_folders(iteration, models)
             for name, model in models.items():
-                folder = self._aside(iteration) / name
-                folder.mkdir(parents=True)
-                model.begin_save(folder)
-                saving.models = {**saving.models, name: model}
-        except (OSError, CheckpointWriteError) as error:
-            self._give_up(saving)
-            raise self._failure(iteration, error) from error
+                model.begin_save(self._aside(iteration) / name)
+                saving.models[name] = model
         self._saving = saving
 
-    def publish(self) -> bool:
-        """`finish` the save under way if every file is down; whether there is none now. Waits for nothing."""
+    def publish(self) -> None:
+        """`finish` the save under way if all its files are down; waits for nothing."""
         if self._saving is not None and all(model.save_done() for model in self._saving.models.values()):
             self.finish()
-        return self._saving is None
 
     def finish(self) -> None:
         """Wait for the save under way, if there is one, and give it its name; then delete those beyond `keep`.
 
-        Raises UserError where it failed: nothing of it is left, and the models are as they were.
+        Raises UserError where it could not be written: nothing of it is left then.
         """
         saving, self._saving = self._saving, None
-        if saving is None:
-            return
-        try:
-            self._complete(saving)
-        except (OSError, CheckpointWriteError) as error:
-            self._give_up(saving)
-            raise self._failure(saving.iteration, error) from error
-        for old in self.iterations()[: -self.keep]:
-            shutil.rmtree(self.folder(old))
+        if saving is not None:
+            with self._none_or_whole(saving.iteration, saving):
+                self._complete(saving, lambda name, model: saving.models.pop(name).finish_save())
 
     def load_newest(self, models: Mapping[str, Checkpointed], say: Callable[[str], None]) -> dict[str, Any] | None:
         """`load` the newest checkpoint, or, where it is damaged, the newest whole one; None where there is none at all.
@@ -163,11 +160,11 @@ class CheckpointStore:
         """Where the checkpoint of that iteration is, or would be."""
         return self.path / f"iteration_{iteration:08d}"
 
-    def _complete(self, saving: _Saving) -> None:
-        aside, target = self._aside(saving.iteration), self.folder(saving.iteration)
-        files = {}
-        for name, model in saving.models.items():
-            files |= {f"{name}/{file}": found for file, found in model.finish_save().items()}
+    def _complete(self, saving: _Saving, finish: Callable[[str, Checkpointed], dict[str, FileSum]]) -> None:
+        """Write what the driver has to add, and give the folder its name."""
+        aside, target, files = self._aside(saving.iteration), self.folder(saving.iteration), {}
+        for name, model in list(saving.models.items()):
+            files |= {f"{name}/{file}": found for file, found in finish(name, model).items()}
         (aside / _STATE).write_text(json.dumps(saving.state, indent=1))
         files[_STATE] = sum_of_file(aside / _STATE)
         manifest = {"files": {name: asdict(found) for name, found in sorted(files.items())}}
@@ -177,21 +174,35 @@ class CheckpointStore:
             target.rename(self.path / f".tmp-old-{target.name}")  # whole until the new one stands in its place
         aside.rename(target)
         self._clean()
+        for old in self.iterations()[: -self.keep]:
+            shutil.rmtree(self.folder(old))
 
-    def _give_up(self, saving: _Saving) -> None:
-        """Let the models that still write come to their end, then remove what they wrote."""
-        for model in saving.models.values():
-            try:
-                model.finish_save()
-            except CheckpointWriteError:
-                continue  # one failure is told already
-        shutil.rmtree(self._aside(saving.iteration), ignore_errors=True)
+    @contextmanager
+    def _none_or_whole(self, iteration: int, begun: _Saving | None = None) -> Iterator[None]:
+        """An error in writing as one that the user can mend, when nothing of the checkpoint is left.
 
-    def _failure(self, iteration: int, error: Exception) -> UserError:
-        return UserError(
-            f"checkpoint of iteration {iteration} could not be written to {self.path}: {_reason(error)}; "
-            "make room, or point run_dir elsewhere; earlier checkpoints are whole, continue with resume=auto"
-        )
+        begun: its models may still write; they come to their end first.
+        """
+        try:
+            yield
+        except (OSError, CheckpointWriteError) as error:
+            for model in begun.models.values() if begun else ():
+                with suppress(CheckpointWriteError):  # one failure is told already
+                    model.finish_save()
+            shutil.rmtree(self._aside(iteration), ignore_errors=True)
+            raise UserError(
+                f"checkpoint of iteration {iteration} could not be written to {self.path}: {_reason(error)}; "
+                "make room, or point run_dir elsewhere; earlier checkpoints are whole, continue with resume=auto"
+            ) from error
+
+    def _check_finished(self) -> None:
+        if self._saving is not None:
+            raise RuntimeError(f"the checkpoint of iteration {self._saving.iteration} is not finished: finish() first")
+
+    def _make_folders(self, iteration: int, names: Iterable[str]) -> None:
+        self._clean()
+        for name in names:
+            (self._aside(iteration) / name).mkdir(parents=True)
 
     def _check_models(self, folder: Path, files: Mapping[str, FileSum], models: Mapping[str, Checkpointed]) -> None:
         found = {name.split("/")[0] for name in files if "/" in name}

@@ -33,7 +33,7 @@ def trained(tmp_path, make_folder, make_actor):
         for iteration in (1, 2):
             actor.forward_backward(make_batches(), weighted_loss)
             actor.optimizer_step()
-            store.save(iteration, {}, {"actor": actor.save})
+            store.save(iteration, {}, {"actor": actor})
         (run_dir / "config.yaml").write_text(f"model:\n  path: {folder}\n")
         return run_dir, dict(actor.export_weights())
 

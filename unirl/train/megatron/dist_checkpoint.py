@@ -7,7 +7,8 @@ runs in a thread. The planning, the format and the reader are theirs.
 import json
 import os
 import pickle
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -101,10 +102,11 @@ def read_blocks(state: Mapping[str, ShardedTensor], folder: Path) -> None:
     Raises OSError, on every rank, where one of them cannot read.
     """
     try:
-        dist_checkpointing.load(dict(state), str(folder), validate_access_integrity=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)  # Megatron calls it
+            dist_checkpointing.load(dict(state), str(folder), validate_access_integrity=False)
     except CheckpointException as error:  # not an Exception: it would pass by every handler
-        reasons = "; ".join(f"rank {rank}: {_reason(failure)}" for rank, (failure, _) in error.failures.items())
-        raise OSError(f"{folder} cannot be read: {reasons}") from error
+        raise OSError(f"{folder} cannot be read: {_reasons(error)}") from error
 
 
 def read_index(folder: Path) -> Metadata:
@@ -120,35 +122,62 @@ def read_index(folder: Path) -> Metadata:
             raise ValueError(f"{folder / _METADATA} is no index of tensors: {error}") from error
 
 
-def reader(folder: Path) -> FileSystemReader:
-    """For one process without a group; the index has passed `read_index`."""
-    read_index(folder)
-    return FileSystemReader(folder)
+def read_whole(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of each tensor whose name begins with `prefix`, one at a time, in one process without any
+    group.
+
+
+    Raises as `read_index` does.
+    """
+    reader = _Reader(folder)
+    for name, stored in reader.read_metadata().state_dict_metadata.items():
+        if name.startswith(prefix):
+            tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                    load({name: tensor}, storage_reader=reader, no_dist=True)
+            except CheckpointException as error:
+                raise OSError(_reasons(error)) from error
+            yield name, tensor
+
+
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    _CLASSES = {
-        "torch.distributed.checkpoint.metadata": {
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch.serialization": {"_get_layout"},
-        "torch": {"Size"},
-        "pathlib": {"PosixPath"},
-    }
-
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in self._CLASSES.get(module, ()):
+        if is_dtype or name in _INDEX_CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+
+
+class _Reader(FileSystemReader):
+    """Torch's reader over one index, read once and by `read_index`."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self._index = read_index(folder)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index
 
 
 class _Writer(FileSystemWriter):
@@ -173,8 +202,7 @@ def _plan(state: dict[str, ShardedTensor], writer: _Writer) -> Metadata | None:
     try:
         planned = save_state_dict_async_plan(mcore_to_pyt_state_dict(by_key), writer, None, 0, planner=planner)
     except CheckpointException as error:
-        reasons = "; ".join(f"rank {rank}: {_reason(failure)}" for rank, (failure, _) in error.failures.items())
-        raise CheckpointWriteError(reasons) from error
+        raise CheckpointWriteError(_reasons(error)) from error
     return planned[0][1]
 
 
@@ -200,7 +228,15 @@ def _attempt(function, *args) -> Future:
         return executor.submit(function, *args)
 
 
+def _reasons(error: CheckpointException) -> str:
+    return "; ".join(f"rank {rank}: {_reason(failure)}" for rank, (failure, _) in error.failures.items())
+
+
 def _reason(error: BaseException) -> str:
+    cause = error
+    while cause is not None and not isinstance(cause, OSError):  # torch's own errors hide that of the file below them
+        cause = cause.__cause__ or cause.__context__
+    error = cause or error
     if isinstance(error, OSError) and error.strerror:
         return os.strerror(error.errno) if error.filename is None else f"{error.strerror}: {error.filename}"
     return f"{type(error).__name__}: {error}"

@@ -47,7 +47,7 @@ class Placement:
         """Of the shard of tensor-parallel rank `rank` of `size`; without a map every rank has the whole weight."""
         rows, *rest = shape = tuple(shape)
         dim = None if weight is None else weight.tp_dim
-        if dim is None or size == 1 and weight.padding is None:
+        if dim is None or (size == 1 and weight.padding is None):
             return Placement(shape, shape, ((0, 0, rows),))
         if dim == 1:
             return Placement(shape, (rows, rest[0] * size), ((0, 0, rows),), column=rank * rest[0])
@@ -128,5 +128,5 @@ def _placed(architecture: Architecture, weight: WeightMap | None, name: str, par
         parallel_state.get_expert_data_parallel_group()
         if is_expert
         else parallel_state.get_data_parallel_group(with_context_parallel=True),
-        is_first=not repeats and (group.rank() == 0 or weight is not None and weight.tp_dim is not None),
+        is_first=not repeats and (group.rank() == 0 or (weight is not None and weight.tp_dim is not None)),
     )

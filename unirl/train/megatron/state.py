@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from unirl.config.schema import ParallelConfig
 from unirl.errors import UserError
 from unirl.train.checkpoint import DamagedCheckpointError
-from unirl.train.megatron.dist_checkpoint import ShardedWrite, read_blocks, read_index
+from unirl.train.megatron.dist_checkpoint import ShardedWrite, read_blocks, read_index, read_whole
 from unirl.train.megatron.model import PackedModel
 from unirl.train.megatron.optimizer import OptimizerShard, PolicyOptimizer
 from unirl.train.megatron.shards import PlacedWeight, placed_weights, whole_names
@@ -126,6 +126,17 @@ class TrainedState:
         return sizes | {"vpp": self.parallel.vpp or 1, "ranks": dist.get_world_size()}
 
 
+def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in a model of one rank, whole weight in the dtype of training) of a saved model, one at a time, in one
+    process without a group; the vocabulary without padding.
+
+    Raises OSError, ValueError or KeyError where it cannot be read, UserError for another format.
+    """
+    dtype = getattr(torch, _read_counters(folder)["dtype"])
+    for key, tensor in read_whole(folder, WEIGHT):
+        yield key.removeprefix(WEIGHT), tensor.to(dtype)
+
+
 def _read_counters(folder: Path) -> dict[str, Any]:
     counters = json.loads((folder / COUNTERS).read_text())
     if counters["format"] != _FORMAT:
@@ -173,7 +184,7 @@ def _whole(key: str, data: torch.Tensor) -> ShardedTensor:
 
 
 def _random_states() -> dict[str, torch.Tensor]:
-    """Of this rank, by generator. Nothing in training draws from them: dropout is 0, samples have seeds of their own."""
+    """Of this rank, by generator. Nothing in training draws from them: dropout is 0, samples have their own seeds."""
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()

@@ -75,10 +75,10 @@ class Trained(HostedModel):
         self._begin_save(folder, copy=True)
 
     def save_done(self) -> bool:
-        """Whether this rank has written what `begin_save` asked for, or failed; False where it knows of no save: a
-        process that was started anew since.
+        """Whether `finish_save` has nothing to wait for on this rank: its files are down, or it failed, or it knows of
+        no save, as a process that was started anew since.
         """
-        return self._saving is not None and self._saving.done()
+        return self._saving is None or self._saving.done()
 
     def finish_save(self) -> dict[str, FileSum]:
         """Wait for the write on every rank and complete the folder; its files by name.
