@@ -46,6 +46,14 @@ class StrikingLoss:
         return weighted_loss(batch, logp, entropy)
 
 
+@dataclass(frozen=True)
+class FailingLoss:
+    """Fails on every rank."""
+
+    def __call__(self, batch, logp, entropy):
+        raise ArithmeticError(f"no loss for {logp.numel()} tokens")
+
+
 class FaultyActor(MegatronActor):
     faults: Faults
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster.faulty import Faults, MakeModels, StrikingLoss
+from tests.cluster.faulty import FailingLoss, Faults, MakeModels, StrikingLoss
 from tests.train.conftest import make_part
 from tests.train.megatron.conftest import VOCAB, make_reference
 from unirl.cluster.inprocess import InProcessGroup
 from unirl.cluster.layout import RankGrid
 from unirl.cluster.models import ActorProxy
+from unirl.errors import UserError
 from unirl.train.packing import plan_micro_batches
 
 if importlib.util.find_spec("ray") is None:
@@ -80,7 +81,7 @@ def run(tmp_path_factory):
     make_reference("qwen3-tied").save_pretrained(folder / "model")
     options = ClusterOptions(
         address=None,
-        devices_per_node=8,
+        bundles=(2,),
         timeout_s=60,
         heartbeat_s=HEARTBEAT_S,
         max_restarts=20,
@@ -147,3 +148,18 @@ def check_survived(run, undisturbed, where: str, rank: int, how: signal.Signals)
     assert after[rank] != before[rank]
     assert after[1 - rank] == before[1 - rank], "the survivor keeps its process"
     assert not os.path.exists(f"/proc/{before[rank]}")
+
+
+def test_an_error_of_the_program_comes_as_it_is_and_the_workers_stay(run, undisturbed):
+    with pytest.raises(ArithmeticError, match="no loss for") as raised:
+        run.actor.forward_backward(make_batches(2), FailingLoss())
+    assert "in forward_backward" in str(raised.value.__cause__), "with the traceback of the worker"
+    assert_equal(run.train(), undisturbed)
+
+
+@pytest.mark.timeout(180)
+def test_it_gives_up_after_max_restarts_and_says_what_was_lost_last(run, undisturbed):
+    run.group._restarts = run.group._options.max_restarts
+    run.faults.plan("forward", 1, signal.SIGKILL)
+    with pytest.raises(UserError, match=r"^actor\.forward_backward: rank 1 \(pid \d+ .*cluster\.max_restarts=20"):
+        run.train()

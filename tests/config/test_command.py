@@ -53,7 +53,7 @@ def test_nothing_heavy_is_imported(argv, printed, data_path, tmp_path):
 def test_a_refused_run_imports_nothing_heavy_either(data_path, tmp_path):
     result = start(RECIPE, cwd=tmp_path)
     assert result.returncode == 2
-    assert "error: num_devices: found num_devices=64" in result.stderr
+    assert "error: sync.mode: found distributed" in result.stderr
     assert "Traceback" not in result.stderr
     assert not [line for line in result.stderr.splitlines() if line.rpartition("|")[2].strip() in HEAVY]
 

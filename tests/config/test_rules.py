@@ -209,6 +209,11 @@ BROKEN = {
         "cluster.mode",
         "found inprocess with num_devices=2: set cluster.mode=ray, or num_devices=1",
     ),
+    "engines_fill_their_devices": (
+        ["num_devices=16", "batch_size=16", "rollout.engine=sglang", "rollout.tp=3", "sync.mode=disk"],
+        "rollout.tp",
+        "engines of 3 devices do not fill 16 devices from device 0 of node 0 on, in nodes of 8",
+    ),
     "address_is_given_in_full": (["cluster.address=auto"], "cluster.address", "found 'auto', expected host:port"),
     "weights_can_reach_the_engine": (["rollout.engine=sglang"], "sync.mode", "found inprocess, but SGLang servers"),
     "urls_are_urls": (["rollout.urls=[localhost]"], "rollout.urls", "found localhost, expected http://host:port"),

@@ -3,13 +3,9 @@
 import ipaddress
 import os
 import signal
-import sys
-import threading
 import time
-import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -18,8 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from unirl.cluster.codec import send_tensors_as_numpy
-from unirl.cluster.worker import MakeModels, Worker
+from unirl.cluster.seat import WATCH, Seat, Seated
 from unirl.errors import UserError
 
 _HIRING_S = 300.0
@@ -35,71 +30,21 @@ class WorkersLost(RuntimeError):
         super().__init__(f"{what}: {told or 'the process group broke, though every worker answers'}")
 
 
-@dataclass(frozen=True)
-class Seat:
-    """Where a worker runs."""
-
-    node_id: str
-    node_ip: str
-    device: int
-    bundle: int
-    pid: int
-    started: float
-
-    def __str__(self) -> str:
-        return f"pid {self.pid} on {self.node_ip}, device {self.device}"
-
-
-class RayWorker(Worker):
-    """The worker of a rank as a Ray actor; the methods of the group `watch` answer while a call runs."""
-
-    def __init__(self, make_models: MakeModels, bundle: int, directory: str, environment: Mapping[str, str]):
-        os.chdir(directory)  # relative paths mean the same as to the driver
-        os.environ.update(environment)
-        send_tensors_as_numpy()
-        super().__init__(make_models)
-        self._bundle = bundle
-        address = ray.util.get_node_ip_address()
-        for library in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", _interface(address))
-
-    @ray.method(concurrency_group="watch")
-    def seat(self) -> Seat:
-        """Where this worker runs."""
-        context, process = ray.get_runtime_context(), psutil.Process()
-        return Seat(
-            node_id=context.get_node_id(),
-            node_ip=ray.util.get_node_ip_address(),
-            device=int(ray.get_gpu_ids()[0]),
-            bundle=self._bundle,
-            pid=process.pid,
-            started=process.create_time(),
-        )
-
-    @ray.method(concurrency_group="watch")
-    def stacks(self) -> str:
-        """What every thread of the process is doing."""
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        return "\n".join(
-            f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}"
-            for number, frame in sys._current_frames().items()
-        )
-
-
 class Crew:
-    """One actor for each of `size` ranks, on nodes of `devices_per_node` devices, in the order of nodes and devices.
+    """One actor, `worker(bundle, *arguments)`, for each rank, in the order of nodes and devices.
 
+    bundles: how many ranks each node has.
     heartbeat_s: a worker that is busy for longer is asked whether it is alive, and has as long to answer.
     """
 
-    def __init__(self, make_models: MakeModels, *, size: int, devices_per_node: int, heartbeat_s: float):
-        self._make_models = make_models
+    def __init__(self, worker: type[Seated], arguments: tuple[Any, ...], *, bundles: Sequence[int], heartbeat_s: float):
+        self._actor_class = ray.remote(concurrency_groups={WATCH: 2})(worker)
+        self._arguments = arguments
         self._heartbeat_s = heartbeat_s
-        self._nodes = _reserve(size, devices_per_node)
-        per_node = min(size, devices_per_node)
-        hired = [self._hire(number // per_node) for number in range(size)]
-        seats = ray.get([actor.seat.remote() for actor in hired], timeout=_HIRING_S)
-        order = sorted(range(size), key=lambda number: _place(seats[number]))
+        self._nodes = _reserve(bundles)
+        hired = [self._hire(bundle) for bundle, size in enumerate(bundles) for _ in range(size)]
+        seats = _take_seats(dict(enumerate(hired)))
+        order = sorted(range(len(hired)), key=lambda number: _place(seats[number], bundles))
         self._actors = [hired[number] for number in order]
         self.seats = [seats[number] for number in order]
 
@@ -166,12 +111,11 @@ class Crew:
         self._kill(ranks)
         for rank in ranks:
             self._actors[rank] = self._hire(self.seats[rank].bundle)
-        seats = ray.get([self._actors[rank].seat.remote() for rank in ranks], timeout=_HIRING_S)
-        for rank, seat in zip(ranks, seats, strict=True):
+        for rank, seat in _take_seats({rank: self._actors[rank] for rank in ranks}).items():
             self.seats[rank] = seat
 
-    def close(self) -> None:
-        """End all workers and give their devices back."""
+    def dismiss(self) -> None:
+        """End all workers and give their devices back; with the session they go as well."""
         self._kill(range(len(self)))
         remove_placement_group(self._nodes)
 
@@ -194,9 +138,7 @@ class Crew:
     def _hire(self, bundle: int) -> Any:
         strategy = PlacementGroupSchedulingStrategy(self._nodes, placement_group_bundle_index=bundle)
         options = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": strategy, "max_restarts": 0}
-        actor_class = ray.remote(concurrency_groups={"watch": 2})(RayWorker)
-        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        return actor_class.options(**options).remote(self._make_models, bundle, os.getcwd(), environment)
+        return self._actor_class.options(**options).remote(bundle, *self._arguments)
 
     def _kill(self, ranks: Iterable[int]) -> None:
         here = ray.get_runtime_context().get_node_id()
@@ -214,39 +156,36 @@ class Crew:
                 )
 
 
-_PASSED_ON = ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE")
-"""What workers take from the driver's environment; the rest is that of Ray on their node."""
+def _take_seats(hired: Mapping[int, Any]) -> dict[int, Seat]:
+    """Where new workers have come up. Raises WorkersLost for those that have not."""
+    futures = {rank: actor.seat.remote().future() for rank, actor in hired.items()}
+    wait(futures.values(), timeout=_HIRING_S, return_when=FIRST_EXCEPTION)
+    missing = {rank: "is not up" for rank, future in futures.items() if not future.done()}
+    failed = {rank: future.exception() for rank, future in futures.items() if future.done()}
+    failed = {rank: f"did not come up: {_first_line(error)}" for rank, error in failed.items() if error is not None}
+    if failed or missing:
+        raise WorkersLost("new workers", failed or missing)
+    return {rank: future.result() for rank, future in futures.items()}
 
 
-def _reserve(size: int, devices_per_node: int) -> PlacementGroup:
-    """All devices of as many nodes as it takes; a bundle is a node."""
-    num_nodes = -(-size // devices_per_node)
-    bundles = [{"GPU": min(size, devices_per_node)}] * num_nodes
-    nodes = placement_group(bundles, strategy="STRICT_SPREAD" if num_nodes > 1 else "STRICT_PACK")
+def _reserve(bundles: Sequence[int]) -> PlacementGroup:
+    """So many devices of a node, for each bundle on another node."""
+    strategy = "STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK"
+    nodes = placement_group([{"GPU": size} for size in bundles], strategy=strategy)
     if nodes.wait(_HIRING_S):
         return nodes
     remove_placement_group(nodes)
     found = ", ".join(f"{node['Resources'].get('GPU', 0):g}" for node in ray.nodes() if node["Alive"])
     raise UserError(
-        f"num_devices={size}: {num_nodes} nodes with {bundles[0]['GPU']} free devices each were not found within "
+        f"num_devices: {len(bundles)} nodes with {bundles[0]} free devices each were not found within "
         f"{_HIRING_S:.0f} s; the nodes of the cluster have {found} devices. Free them, or change num_devices or "
         "devices_per_node"
     )
 
 
-def _place(seat: Seat) -> tuple[int, str, int]:
-    """Nodes by their address as a number, then devices."""
-    return int(ipaddress.ip_address(seat.node_ip)), seat.node_id, seat.device
-
-
-def _interface(address: str) -> str:
-    """Name of the network interface with the address: of loopback for 127.0.0.0/8."""
-    interfaces = psutil.net_if_addrs()
-    if not ipaddress.ip_address(address).is_loopback:
-        for name, found in interfaces.items():
-            if any(entry.address == address for entry in found):
-                return name
-    return next(name for name, found in interfaces.items() if any(entry.address == "127.0.0.1" for entry in found))
+def _place(seat: Seat, bundles: Sequence[int]) -> tuple[int, int, str, int]:
+    """Full nodes before one that the ranks do not fill; nodes by their address as a number, then devices."""
+    return -bundles[seat.bundle], int(ipaddress.ip_address(seat.node_ip)), seat.node_id, seat.device
 
 
 def _kill_process(pid: int, started: float) -> None:

@@ -7,11 +7,14 @@ import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import psutil
 import ray
 from ray._private import ray_constants
 
 from unirl.cluster.codec import send_tensors_as_numpy
 from unirl.errors import UserError
+
+_PREFIX = "unirl-ray-"
 
 _LIGHT = {
     "RAY_enable_worker_prestart": "0",
@@ -57,7 +60,10 @@ class RaySession(AbstractContextManager):
         self.close()
 
     def _start(self, num_devices: int, object_store_gb: float | None) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="unirl-ray-"))  # short, as socket names are; mode 0700
+        _remove_stale_folders()
+        self._folder = Path(
+            tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+        )  # short, as socket names are; mode 0700
         token = self._folder / "token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
@@ -79,6 +85,14 @@ class RaySession(AbstractContextManager):
     def _set_environment(self, values: dict[str, str]) -> None:
         self._environment = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
+
+
+def _remove_stale_folders() -> None:
+    """Those of this user's runs that were killed before they could remove them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)) and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _join(address: str) -> None:

@@ -1,5 +1,6 @@
 """The worker group on Ray: calls every rank, finds those that are lost, and brings the run back to where it was."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,20 +14,27 @@ from unirl.cluster.crew import Crew, WorkersLost
 from unirl.cluster.layout import RankGrid
 from unirl.cluster.meeting import MeetingPlace
 from unirl.cluster.memory import StateMemory
+from unirl.cluster.ray_worker import RayWorker
+from unirl.cluster.seat import Seated
 from unirl.cluster.session import RaySession
 from unirl.cluster.stall import write_stall_report
 from unirl.cluster.worker import Bucket, MakeModels
+from unirl.errors import UserError
 
 _RELEASE_S = 30.0
 """How long a survivor may take to leave a collective whose peer is gone."""
 
 
+_PASSED_ON = ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE")
+"""What workers take from the driver's environment; the rest is that of Ray on their node."""
+
+
 @dataclass(frozen=True)
 class ClusterOptions:
-    """As the keys of `cluster.*`; report_dir: where stall reports are written."""
+    """As the keys of `cluster.*`; bundles: ranks of each node; report_dir: where stall reports are written."""
 
     address: str | None
-    devices_per_node: int
+    bundles: tuple[int, ...]
     timeout_s: float
     heartbeat_s: float
     max_restarts: int
@@ -41,10 +49,17 @@ class SupervisedGroup:
     their models anew; every trained model goes on from the newest copy, and the call that was interrupted is made
     again. Who calls does not notice: results and weights are those of an undisturbed run, to the bit.
 
-    Raises RuntimeError with the last loss once workers were lost more often than `max_restarts`.
+    Raises UserError with the last loss once workers were lost more often than `max_restarts`.
     """
 
-    def __init__(self, make_models: MakeModels, grid: RankGrid, options: ClusterOptions, say: Callable[[str], None]):
+    def __init__(
+        self,
+        make_models: MakeModels,
+        grid: RankGrid,
+        options: ClusterOptions,
+        say: Callable[[str], None],
+        worker: type[Seated] = RayWorker,
+    ):
         self.grid = grid
         self._options = options
         self._say = say
@@ -53,16 +68,20 @@ class SupervisedGroup:
             options.address, num_devices=grid.world_size, object_store_gb=options.object_store_gb
         )
         try:
+            environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
             self._crew = Crew(
-                make_models,
-                size=grid.world_size,
-                devices_per_node=options.devices_per_node,
+                worker,
+                (make_models, os.getcwd(), environment),
+                bundles=options.bundles,
                 heartbeat_s=options.heartbeat_s,
             )
             for rank, seat in enumerate(self._crew.seats):
                 say(f"rank {rank}: {grid.coordinates(rank)}; {seat}")
             self._memory = StateMemory(self._crew, grid)
-            self._start()
+            try:
+                self._start()
+            except WorkersLost as lost:
+                self._recover(lost)
         except BaseException:
             self.close()
             raise
@@ -127,7 +146,7 @@ class SupervisedGroup:
             report = write_stall_report(self._options.report_dir, lost, self._crew)
             self._restarts += 1
             if self._restarts > self._options.max_restarts:
-                raise RuntimeError(
+                raise UserError(
                     f"{lost}; that is once more than cluster.max_restarts={self._options.max_restarts}: see {report}, "
                     "then continue with resume=auto"
                 ) from lost

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from unirl.cluster.layout import RankGrid
+from unirl.cluster.placement import Placement, place
 from unirl.config.schema import TrainConfig
 
 
@@ -30,7 +32,7 @@ class Geometry:
     @classmethod
     def of(cls, config: TrainConfig) -> "Geometry":
         parallel, stack = config.parallel, config.stack
-        dp = config.num_devices // model_devices(config)
+        dp = trainer_devices(config) // model_devices(config)
         samples = config.batch_size * config.sampling.num_samples
         return cls(
             devices=config.num_devices,
@@ -55,6 +57,24 @@ class Geometry:
 def model_devices(config: TrainConfig) -> int:
     """Devices that hold one copy of the model: tp * pp * cp."""
     return config.parallel.tp * config.parallel.pp * config.parallel.cp
+
+
+def trainer_devices(config: TrainConfig) -> int:
+    """Devices that train: all, or with cluster.layout=split those that do not sample."""
+    sampling = config.rollout.num_devices if config.cluster.layout == "split" else None
+    return config.num_devices - (sampling or 0)
+
+
+def placement(config: TrainConfig) -> Placement:
+    """Ranks and SGLang servers on nodes and devices. Raises PlacementError where they do not fit."""
+    parallel = config.parallel
+    dp = trainer_devices(config) // model_devices(config)
+    return place(
+        RankGrid(tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, dp=dp),
+        devices_per_node=config.devices_per_node,
+        engine_devices=config.rollout.tp if config.rollout.engine == "sglang" and runs_on_ray(config) else 0,
+        rollout_devices=config.rollout.num_devices if config.cluster.layout == "split" else None,
+    )
 
 
 def runs_on_ray(config: TrainConfig) -> bool:

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from unirl.config.geometry import Geometry, longest_response, runs_on_ray
+from unirl.config.geometry import Geometry, longest_response, placement, runs_on_ray
 from unirl.config.rules import run_problems
 from unirl.config.schema import TrainConfig
 
@@ -15,6 +15,7 @@ def print_summary(config: TrainConfig, console: Console) -> None:
         ("Topology", _topology(config, geometry)),
         ("Batch geometry", _batch(config, geometry)),
         ("Evaluation", _evaluation(config)),
+        ("Placement", _placement(config)),
     ):
         table = Table(
             title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False
@@ -40,6 +41,12 @@ def _topology(config: TrainConfig, geometry: Geometry) -> dict[str, str]:
         "loss": f"{config.algorithm.loss}, {config.algorithm.loss_agg_mode}",
         **_episodes(config),
     }
+
+
+def _placement(config: TrainConfig) -> dict[str, str]:
+    if not runs_on_ray(config):
+        return {"everything": "this process"}
+    return dict(line.split(": ", 1) for line in placement(config).lines())
 
 
 def _episodes(config: TrainConfig) -> dict[str, str]:

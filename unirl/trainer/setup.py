@@ -13,7 +13,7 @@ from unirl.cluster.calls import WorkerGroup
 from unirl.cluster.inprocess import InProcessGroup
 from unirl.cluster.layout import RankGrid
 from unirl.cluster.models import ActorProxy, CriticProxy, PolicyProxy
-from unirl.config.geometry import Geometry, critic_steps, longest_sample, runs_on_ray, total_steps
+from unirl.config.geometry import Geometry, critic_steps, longest_sample, placement, runs_on_ray, total_steps
 from unirl.config.schema import ModelConfig, TrainConfig
 from unirl.data import PromptDataset, PromptSampler, load_prompts
 from unirl.data.tokenizer import load_tokenizer, stop_token_ids
@@ -160,7 +160,7 @@ def _make_supervised(
     geometry, cluster = Geometry.of(config), config.cluster
     options = ClusterOptions(
         address=cluster.address,
-        devices_per_node=config.devices_per_node,
+        bundles=placement(config).trainer_bundles,
         timeout_s=cluster.timeout_s,
         heartbeat_s=cluster.heartbeat_s,
         max_restarts=cluster.max_restarts,

@@ -18,7 +18,7 @@ from unirl.rollout.sglang import (
     per_server,
 )
 from unirl.sync.disk import DiskTransfer
-from unirl.train.megatron.weights import resolve_folder
+from unirl.train.megatron.hf_folder import resolve_folder
 
 
 def make_sglang_engine(config: TrainConfig) -> SGLangRolloutEngine:

@@ -7,11 +7,12 @@ from unirl.config.geometry import (
     multiples_around,
     neighbours,
     total_steps,
+    trainer_devices,
 )
 from unirl.config.rules.rule import rule
 from unirl.config.schema import TrainConfig
 
-_DP = ("num_devices", "parallel.tp", "parallel.pp", "parallel.cp")
+_DP = ("num_devices", "cluster.layout", "rollout.num_devices", "parallel.tp", "parallel.pp", "parallel.cp")
 
 
 @rule("batch_size", "stack.num_updates_per_batch", *_DP)
@@ -21,9 +22,9 @@ def prompts_spread_over_ranks(config: TrainConfig) -> str | None:
     """
     unit = model_devices(config)
     updates = config.stack.num_updates_per_batch
-    if config.num_devices % unit or config.batch_size % updates:
+    if trainer_devices(config) % unit or config.batch_size % updates:
         return None
-    ranks = config.num_devices // unit
+    ranks = trainer_devices(config) // unit
     prompts = config.batch_size // updates
     if prompts % ranks == 0:
         return None
@@ -32,9 +33,15 @@ def prompts_spread_over_ranks(config: TrainConfig) -> str | None:
     fewer = neighbours(ranks, [count for count in range(1, prompts + 1) if prompts % count == 0])
     return (
         f"batch_size={config.batch_size} prompts{per_step} cannot be spread over {ranks} data-parallel ranks "
-        f"(num_devices={config.num_devices} / (tp*pp*cp = {unit})): a rank takes whole prompts; use "
+        f"({_devices(config)} / (tp*pp*cp = {unit})): a rank takes whole prompts; use "
         f"batch_size={_options(sizes)}, or {_options([count * unit for count in fewer])} devices"
     )
+
+
+def _devices(config: TrainConfig) -> str:
+    """Those that train, as keys name them."""
+    name = f"num_devices={config.num_devices}"
+    return name if config.cluster.layout == "colocate" else f"({name} - rollout.num_devices)"
 
 
 @rule("stack.num_updates_per_batch", "batch_size")

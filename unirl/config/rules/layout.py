@@ -2,24 +2,25 @@
 
 from pathlib import Path
 
-from unirl.config.geometry import model_devices, multiples_around, neighbours
+from unirl.cluster.placement import PlacementError
+from unirl.config.geometry import model_devices, multiples_around, neighbours, placement, trainer_devices
 from unirl.config.rules.rule import rule
 from unirl.config.rules.sources import read_model_config
 from unirl.config.schema import TrainConfig
 
-_SIZES = ("parallel.tp", "parallel.pp", "parallel.cp")
+_SIZES = ("parallel.tp", "parallel.pp", "parallel.cp", "cluster.layout", "rollout.num_devices")
 
 
 @rule("num_devices", *_SIZES)
 def devices_hold_whole_models(config: TrainConfig) -> str | None:
-    """num_devices is a multiple of tp * pp * cp; the quotient is the data-parallel size."""
-    parallel, unit = config.parallel, model_devices(config)
-    if config.num_devices % unit == 0:
+    """The devices that train are a multiple of tp * pp * cp; the quotient is the data-parallel size."""
+    parallel, unit, devices = config.parallel, model_devices(config), trainer_devices(config)
+    if devices % unit == 0:
         return None
     fixes = [_valid_sizes(config, name) for name in ("tp", "pp", "cp")]
-    fixes.append(_either("num_devices", multiples_around(config.num_devices, unit)))
+    fixes.append(_either("num_devices", [config.num_devices - devices + n for n in multiples_around(devices, unit)]))
     return (
-        f"{config.num_devices} devices cannot be divided by tp*pp*cp = {parallel.tp}*{parallel.pp}*{parallel.cp} = "
+        f"{devices} devices cannot be divided by tp*pp*cp = {parallel.tp}*{parallel.pp}*{parallel.cp} = "
         f"{unit}; use {', or '.join(fix for fix in fixes if fix)}"
     )
 
@@ -28,7 +29,8 @@ def _valid_sizes(config: TrainConfig, name: str) -> str:
     """The values next to parallel.`name` that mend the division, with the other sizes as they are."""
     size = getattr(config.parallel, name)
     others = model_devices(config) // size
-    valid = [count for count in range(1, config.num_devices + 1) if config.num_devices % (count * others) == 0]
+    devices = trainer_devices(config)
+    valid = [count for count in range(1, devices + 1) if devices % (count * others) == 0]
     return _either(f"parallel.{name}", neighbours(size, valid)) if size > 1 else ""
 
 
@@ -48,12 +50,12 @@ def nodes_are_full(config: TrainConfig) -> str | None:
     )
 
 
-@rule("parallel.tp", "parallel.cp", "parallel.pp", "num_devices", "devices_per_node")
+@rule(*_SIZES, "num_devices", "devices_per_node")
 def tensor_groups_stay_in_a_node(config: TrainConfig) -> str | None:
     """On several nodes, devices_per_node is a multiple of tp * cp: these groups talk too much to cross nodes."""
     group = config.parallel.tp * config.parallel.cp
     is_on_one_node = config.num_devices <= config.devices_per_node
-    if is_on_one_node or config.devices_per_node % group == 0 or config.num_devices % model_devices(config):
+    if is_on_one_node or config.devices_per_node % group == 0 or trainer_devices(config) % model_devices(config):
         return None
     return (
         f"tp*cp = {config.parallel.tp}*{config.parallel.cp} = {group} does not divide the {config.devices_per_node} "
@@ -81,7 +83,7 @@ def model_divides(config: TrainConfig) -> str | None:
 @rule("parallel.ep", "num_devices", *_SIZES)
 def experts_divide(config: TrainConfig) -> str | None:
     """dp * cp is a multiple of ep."""
-    dp, rest = divmod(config.num_devices, model_devices(config))
+    dp, rest = divmod(trainer_devices(config), model_devices(config))
     ep, cp = config.parallel.ep, config.parallel.cp
     if rest or dp * cp % ep == 0:
         return None
@@ -95,6 +97,20 @@ def sequence_parallel_needs_tp(config: TrainConfig) -> str | None:
     if not config.parallel.sequence_parallel or config.parallel.tp > 1:
         return None
     return "shards activations over tensor-parallel ranks, and parallel.tp=1 has none; set it to false, or tp > 1"
+
+
+@rule("rollout.tp", "rollout.engine", "cluster.mode", "num_devices", "devices_per_node", *_SIZES)
+def engines_fill_their_devices(config: TrainConfig) -> str | None:
+    """On Ray SGLang servers of rollout.tp devices fill those that sample, and none of them is on two nodes."""
+    group = config.parallel.tp * config.parallel.cp
+    crosses = config.num_devices > config.devices_per_node and config.devices_per_node % group
+    if crosses or trainer_devices(config) % model_devices(config):
+        return None
+    try:
+        placement(config)
+    except PlacementError as error:
+        return f"found {config.rollout.tp}: {error}"
+    return None
 
 
 @rule("parallel.vpp", "parallel.pp", "model.path")

@@ -1,0 +1,76 @@
+"""The training command with two ranks on Ray: what it learns, and what it survives."""
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.trainer.conftest import (  # noqa: F401 - fixtures
+    ENVIRONMENT,
+    command,
+    read_metrics,
+    recipe_dir,
+    timeless,
+    train,
+    undisturbed,
+    wait_for_lines,
+)
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("ray is not installed", allow_module_level=True)
+
+TWO_RANKS = ("num_devices=2", "parallel.tp=2", "cluster.object_store_gb=0.2", "cluster.heartbeat_s=10")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(train, tmp_path_factory) -> Path:  # noqa: F811
+    run_dir = tmp_path_factory.mktemp("two") / "run"
+    finished = train(run_dir, *TWO_RANKS)
+    assert finished.returncode == 0, finished.stderr
+    return run_dir
+
+
+def test_two_ranks_learn_what_one_learns(two_ranks, undisturbed):  # noqa: F811
+    for found, expected in zip(read_metrics(two_ranks), read_metrics(undisturbed), strict=True):
+        assert found.get("reward/mean") == expected.get("reward/mean")
+        assert found.keys() == expected.keys()
+        for name in ("loss", "grad_norm", "entropy"):
+            assert found.get(name, 0) == pytest.approx(expected.get(name, 0), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.timeout(580)
+def test_the_run_outlives_a_rank_and_goes_on_after_its_driver(two_ranks, command, train, tmp_path):  # noqa: F811
+    run_dir = tmp_path / "run"
+    with subprocess.Popen(
+        command(run_dir, *TWO_RANKS), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
+    ) as driver:
+        told = read_until(driver, "rank 1: ")
+        os.kill(int(re.search(r"pid (\d+)", told)[1]), signal.SIGKILL)
+        assert "replacing and going on" in read_until(driver, "rank 1 (pid")
+        wait_for_lines(run_dir, 3, driver)
+        children = psutil.Process(driver.pid).children(recursive=True)
+        driver.kill()
+    psutil.wait_procs(children, timeout=120)  # Ray's agents look after their raylet now and then
+    assert [process.name() for process in children if process.is_running()] == []
+
+    finished = train(run_dir, *TWO_RANKS, "resume=auto")
+    assert finished.returncode == 0, finished.stderr
+    assert timeless(read_metrics(run_dir)) == timeless(read_metrics(two_ranks))
+    policies = [(folder / "policy" / "model.safetensors").read_bytes() for folder in (run_dir, two_ranks)]
+    assert policies[0] == policies[1]
+
+
+def read_until(driver: subprocess.Popen, text: str) -> str:
+    """The first line of the driver's output with the text."""
+    deadline = time.monotonic() + 120
+    for line in driver.stdout:
+        if text in line:
+            return line
+        assert time.monotonic() < deadline
+    raise AssertionError(f"the driver ended before {text!r}")
