@@ -71,7 +71,7 @@ TWO = [
     Layout("tp2-bf16", ParallelConfig(tp=2), "dp2-shares", dtype="bfloat16"),
     Layout("dp2-shares-bf16", ParallelConfig(**SHARES), "tp2-bf16", dtype="bfloat16"),
     Layout("ep2-shares", ParallelConfig(ep=2, **SHARES), "single-moe", "qwen3-moe"),
-    Layout("dp2-moe", ParallelConfig(), "ep2-shares", "qwen3-moe"),
+    Layout("tp2-moe", ParallelConfig(tp=2, sequence_parallel=True), "ep2-shares", "qwen3-moe"),
 ]
 SINGLE = [
     Layout("single", ParallelConfig(), "single"),

@@ -126,7 +126,6 @@ def read_whole(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) of each tensor whose name begins with `prefix`, one at a time, in one process without any
     group.
 
-
     Raises as `read_index` does.
     """
     reader = _Reader(folder)

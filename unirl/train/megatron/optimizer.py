@@ -8,6 +8,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from unirl.config.schema import OptimizerConfig
@@ -67,6 +68,7 @@ class PolicyOptimizer:
             list(chunks),
             use_gloo_process_groups=False,
         )
+        self._owners = self._find_owners()
 
     def zero_grad(self) -> None:
         self._megatron.zero_grad()
@@ -99,21 +101,35 @@ class PolicyOptimizer:
                     group, index = part.model_param_group_index_map[parameter]
                     owned = part._get_model_param_range_map(parameter)["param"]
                     master = part.optimizer.param_groups[group]["params"][index]
-                    return OptimizerShard(part.optimizer, master, owned.start, owned.end, is_share=True)
+                    return self._shard(master, owned.start, owned.end, is_share=True)
             else:
                 master = getattr(parameter, "main_param", parameter)
-                if any(master is other for group in part.optimizer.param_groups for other in group["params"]):
-                    return OptimizerShard(part.optimizer, master, 0, parameter.numel(), is_share=False)
+                if master in self._owners:
+                    return self._shard(master, 0, parameter.numel(), is_share=False)
         return None
 
     def start_over(self, steps: int) -> None:
         """Forget all moments and count `steps` steps as made."""
         self.steps = steps
-        for optimizer in self.torch_optimizers():
+        for optimizer in set(self._owners.values()):
             optimizer.state.clear()
             for group in optimizer.param_groups:
                 if not isinstance(optimizer, torch.optim.AdamW):  # fused AdamW counts by group, torch's by weight
                     group["step"] = steps
+
+    def _shard(self, master: torch.Tensor, start: int, stop: int, *, is_share: bool) -> "OptimizerShard":
+        for part in self.torch_optimizers():
+            if isinstance(part, HybridDeviceOptimizer):
+                # With the offload it is a copy on the CPU that is updated, and copied back after each step.
+                master = part.param_to_inner_param.get(master, master)
+        return OptimizerShard(self._owners[master], master, start, stop, is_share)
+
+    def _find_owners(self) -> dict[torch.Tensor, torch.optim.Optimizer]:
+        """Of everything that is updated, the optimizer that does it."""
+        optimizers: list[torch.optim.Optimizer] = []
+        for part in self.torch_optimizers():
+            optimizers += part.sub_optimizers if isinstance(part, HybridDeviceOptimizer) else [part]
+        return {master: opt for opt in optimizers for group in opt.param_groups for master in group["params"]}
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,8 @@ class TrainedState:
     def load(self, folder: Path) -> None:
         """Go on from what any layout has saved.
 
-        Raises, on every rank and before anything is changed, UserError for a checkpoint of another model and
-        DamagedCheckpointError for one that cannot be read.
+        Raises on every rank alike: before anything is changed, UserError for a checkpoint of another model and
+        DamagedCheckpointError for one that does not say what it holds; OSError where a tensor cannot be read.
         """
         counters = _together(_read_counters, folder)
         _together(self._check_model, folder)
@@ -80,7 +80,7 @@ class TrainedState:
             yield from ((name, shard.moments[name]) for name in _MOMENTS)
 
     def _load_weights(self, weights: list[PlacedWeight], folder: Path) -> None:
-        flat = [_empty(weight.parameter, 0, weight.parameter.numel()) for weight in weights]
+        flat = [_zeros(weight.parameter.numel()) for weight in weights]
         _read(WEIGHT[:-1], weights, flat, [0] * len(flat), folder)
         for weight, values in zip(weights, flat, strict=True):
             weight.parameter.copy_(values.view(weight.parameter.shape))
@@ -94,7 +94,7 @@ class TrainedState:
         starts = [shard.start for _, shard in owned]
         found = []
         for moment in _MOMENTS:
-            flat = [_empty(weight.parameter, shard.start, shard.stop) for weight, shard in owned]
+            flat = [_zeros(shard.stop - shard.start) for _, shard in owned]
             _read(moment, [weight for weight, _ in owned], flat, starts, folder)
             found.append(flat)
         for (_, shard), *moments in zip(owned, *found, strict=True):
@@ -173,9 +173,9 @@ def _read(kind: str, weights: list[PlacedWeight], flat: list[torch.Tensor], star
     read_blocks(state, folder)
 
 
-def _empty(parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
-    """Zeros, as the padding of the vocabulary is and its moments are; on the CPU."""
-    return torch.zeros(stop - start, dtype=torch.float32)
+def _zeros(count: int) -> torch.Tensor:
+    """What is not read over is padding of the vocabulary: its weights and moments are 0."""
+    return torch.zeros(count, dtype=torch.float32)
 
 
 def _whole(key: str, data: torch.Tensor) -> ShardedTensor:

@@ -104,9 +104,7 @@ class Trained(HostedModel):
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote, in this layout or another: in the same one the same steps to the bit.
 
-        The optimizer's settings are those given here, not those of the checkpoint. Raises, on every rank and before
-        anything is changed, UserError for a checkpoint of another model, DamagedCheckpointError for one that cannot be
-        read.
+        The optimizer's settings are those given here, not those of the checkpoint. Raises as `TrainedState.load`.
         """
         self._state.load(folder)
 
