@@ -11,14 +11,14 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import track
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from unirl.errors import UserError
 from unirl.train.checkpoint import CheckpointStore
 from unirl.train.megatron.architecture import read_architecture
 from unirl.train.megatron.hf_folder import MAX_SHARD_BYTES, HfTensors, resolve_folder, write_hf_folder
 from unirl.train.megatron.names import WeightMap, weight_maps
-from unirl.train.megatron.state import WEIGHTS
+from unirl.train.megatron.state import read_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXIT_USER_ERROR = 2
@@ -79,14 +79,14 @@ def convert(
 
 
 def read_checkpoint_weights(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Megatron name in a model of one rank, full tensor) of every weight of the policy in a checkpoint."""
-    file = checkpoint / _ACTOR / WEIGHTS
+    """(Megatron name in a model of one rank, full tensor in the dtype of training) of every weight of the policy in a
+    checkpoint, whatever its layout was.
+    """
+    folder = checkpoint / _ACTOR
     try:
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                yield name, tensors.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file} cannot be read: {error}; take another checkpoint") from error
+        yield from read_weights(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder} cannot be read: {error}; take another checkpoint") from error
 
 
 def _hf_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

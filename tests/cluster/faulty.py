@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.train.megatron.conftest import weighted_loss
 from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, StackConfig
+from unirl.train.manifest import FileSum
 from unirl.train.megatron.actor import MegatronActor
 
 
@@ -66,12 +67,12 @@ class FaultyActor(MegatronActor):
         self.faults.strike("optimizer")  # when other ranks have stepped, and this one, too
         return result
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> dict[str, FileSum]:
         begun = folder / f"begun-{dist.get_rank()}"
         begun.touch(exist_ok=False)
         self.faults.strike("save")
         begun.unlink()
-        super().save(folder)
+        return super().save(folder)
 
     def export_weights(self):
         for number, weight in enumerate(super().export_weights()):

@@ -1,5 +1,7 @@
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -118,3 +120,25 @@ def test_config_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / ".config.yaml.tmp").mkdir()
     with pytest.raises(UserError, match=r"config\.yaml could not be written: Is a directory"):
         run.write_config("seed: 1")
+
+
+HOLDS = """
+import sys, time
+from unirl.observe.run_dir import RunDirectory
+run = RunDirectory(sys.argv[1], resume="auto")
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_folder_in_use_is_refused_until_its_holder_is_gone(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"held\n"
+    for resume in ("auto", "never"):
+        with pytest.raises(UserError, match=rf"is in use by process {holder.pid} on .+: wait for it or stop it"):
+            RunDirectory(tmp_path, resume=resume)
+    holder.kill()
+    holder.wait()
+    with RunDirectory(tmp_path, resume="auto"), pytest.raises(UserError, match=rf"in use by process {os.getpid()} on"):
+        RunDirectory(tmp_path, resume="auto")
+    RunDirectory(tmp_path, resume="auto").close()

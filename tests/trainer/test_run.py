@@ -105,10 +105,10 @@ def test_a_finished_run_goes_on_with_more_iterations(train, tmp_path):
 def test_a_damaged_checkpoint_is_passed_over_to_the_same_numbers(undisturbed, train, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(undisturbed, run_dir)
-    os.truncate(run_dir / "checkpoints/iteration_00000006/actor/weights.safetensors", 5000)
+    os.truncate(run_dir / "checkpoints/iteration_00000006/actor/__0_0.distcp", 5000)
     resumed = train(run_dir, "resume=auto")
     assert resumed.returncode == 0, resumed.stderr
-    assert "iteration_00000006 is damaged: SafetensorError" in resumed.stdout
+    assert "iteration_00000006 is damaged: actor/__0_0.distcp has 5000 bytes" in resumed.stdout
     assert "going back to the checkpoint of iteration 4" in resumed.stdout
     assert timeless(read_metrics(run_dir)) == timeless(read_metrics(undisturbed))
     assert (run_dir / "samples.jsonl").read_bytes() == (undisturbed / "samples.jsonl").read_bytes()
@@ -154,7 +154,7 @@ def test_a_scorer_that_never_gives_a_verdict_stops_the_run(train, tmp_path):
     assert "Traceback" not in stopped.stderr
 
 
-def test_full_disk_ends_the_run_with_one_clear_error(command, tmp_path):
+def test_full_disk_is_told_and_ends_the_run_when_the_last_save_fails(command, tmp_path):
     """A limit on file size stands for the full disk: the same write fails."""
     run = subprocess.run(
         command(tmp_path / "run"),
@@ -165,5 +165,7 @@ def test_full_disk_ends_the_run_with_one_clear_error(command, tmp_path):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)),
     )
     assert run.returncode == 2
-    assert "checkpoint of iteration 2 could not be written" in run.stderr
+    assert "checkpoint of iteration 2 could not be written" in run.stdout
+    assert "training goes on" in run.stdout
+    assert "checkpoint of iteration 6 could not be written" in run.stderr
     assert "Traceback" not in run.stderr

@@ -1,7 +1,7 @@
 """The models of a worker group as the driver sees them: the methods of the models themselves, called on every rank."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,13 +85,31 @@ class TrainedProxy(HostedProxy):
             )
         return results[0]
 
-    def save(self, folder: Path) -> None:
-        """Write the state of all ranks into the existing `folder`, which they all see."""
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write the state of all ranks into the existing `folder`, which they all see; its files by name."""
         folder = folder.absolute()
-        self.group.run(Call(self.name, "save", (folder,), before_retry=partial(_empty, folder)))
+        return self.group.run(Call(self.name, "save", (folder,), before_retry=partial(_empty, folder)))[0]
+
+    def begin_save(self, folder: Path) -> None:
+        """Start to write into the existing `folder`; every rank copies its share first."""
+        folder = folder.absolute()
+        self.group.run(Call(self.name, "begin_save", (folder,), before_retry=partial(_empty, folder)))
+
+    def save_done(self) -> bool:
+        """Whether `finish_save` has nothing to wait for on any rank."""
+        return all(self.group.run(Call(self.name, "save_done", answers="all")))
+
+    def finish_save(self) -> dict[str, Any]:
+        """Wait for all ranks; the files by name. Raises CheckpointWriteError, also where a rank was replaced since."""
+        return self.group.run(Call(self.name, "finish_save"))[0]
+
+    def check_files(self, folder: Path, files: Mapping[str, Any]) -> str | None:
+        """What is wrong with a file of a saved state, of which every rank reads its share; None where all are whole."""
+        found = self.group.run(Call(self.name, "check_files", (folder.absolute(), dict(files)), answers="all"))
+        return next(filter(None, found), None)
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote."""
+        """Go on from what `save` wrote, in any layout."""
         self.group.run(Call(self.name, "load", (folder.absolute(),), effect="weights"))
 
 

@@ -295,6 +295,11 @@ class SyncConfig:
 class CheckpointConfig:
     every: int = key(10, "Iterations between checkpoints; 0 saves only at the end and on Ctrl-C.", ge=0)
     keep: int = key(2, "Newest checkpoints kept.", ge=1)
+    asynchronous: bool = key(
+        True,
+        "Go on training while a copy of the state is written; takes host memory for the copy, 12 bytes for each "
+        "parameter over all ranks.",
+    )
 
 
 @dataclass

@@ -1,9 +1,12 @@
 """The folder of a run: resolved config, metrics, samples, checkpoints."""
 
+import fcntl
 import json
 import os
+import socket
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,15 @@ import yaml
 from unirl.errors import UserError
 
 
-class RunDirectory:
+class RunDirectory(AbstractContextManager):
     """Writes and, on resume, trims the files of a run.
 
     config.yaml: resolved config. metrics.jsonl: one object a line, one line for each iteration (line 0 holds the
     evaluation before training). samples.jsonl: rollout samples, readable. checkpoints/: see `CheckpointStore`.
 
-    Raises UserError where `path` already holds a run and `resume` is "never", or cannot be written.
+    No other process can hold the folder meanwhile; the lock of one that died is gone with it.
+
+    Raises UserError where `path` already holds a run and `resume` is "never", cannot be written, or is in use.
     """
 
     def __init__(self, path: str | Path, *, resume: str):
@@ -32,10 +37,19 @@ class RunDirectory:
             raise UserError(f"run_dir={self.path} cannot be made: {error.strerror}; choose another run_dir") from error
         if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
             raise UserError(f"run_dir={self.path} cannot be written: mend its rights, or choose another run_dir")
+        self._lock = _FolderLock(self.path)
         if resume == "never" and (self.metrics_path.exists() or self.checkpoints_path.exists()):
+            self.close()
             raise UserError(
                 f"run_dir={self.path} already holds a run: continue it with resume=auto, or choose another run_dir"
             )
+
+    def close(self) -> None:
+        """Let another run have the folder; may be called twice."""
+        self._lock.close()
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
 
     def write_config(self, text: str) -> list[str]:
         """The resolved config, as YAML text.
@@ -76,6 +90,25 @@ class RunDirectory:
             *_keep(self.metrics_path, lambda line: line["iteration"] <= finished),
             *_keep(self.samples_path, lambda line: line["iteration"] <= (finished if line.get("eval") else trained)),
         ]
+
+
+class _FolderLock:
+    """Holds a folder until closed, collected, or its process is gone, killed or not."""
+
+    def __init__(self, folder: Path):
+        # Programs that this process starts do not inherit it, and so cannot hold the folder when it is gone.
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self.close = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            self.close()
+            raise UserError(
+                f"run_dir={folder} is in use by {holder}: wait for it or stop it, or choose another run_dir"
+            ) from None
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:

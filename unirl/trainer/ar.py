@@ -2,7 +2,8 @@
 
 import shutil
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -60,16 +61,16 @@ class ARTrainer:
             check_gae(config.algorithm.gae)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        self.run = RunDirectory(config.run_dir, resume=config.resume)
-        self.checkpoints = CheckpointStore(self.run.checkpoints_path, keep=config.checkpoint.keep)
         self.display = RunDisplay(config.num_iterations)
         self.stop = StopSignal()
-        prepare_model(config.model, self.display.message)
-        data = load_data(config, self.display.message)
-        self.tokenizer, self.train_prompts, self.eval_prompts = data.tokenizer, data.train, data.heldout
-        self.sampler, self.stop_token_ids = data.sampler, data.stop_token_ids
         self._config_yaml = config_yaml
         with ExitStack() as resources:
+            self.run = resources.enter_context(RunDirectory(config.run_dir, resume=config.resume))
+            self.checkpoints = CheckpointStore(self.run.checkpoints_path, keep=config.checkpoint.keep)
+            prepare_model(config.model, self.display.message)
+            data = load_data(config, self.display.message)
+            self.tokenizer, self.train_prompts, self.eval_prompts = data.tokenizer, data.train, data.heldout
+            self.sampler, self.stop_token_ids = data.sampler, data.stop_token_ids
             self.trackers = make_trackers(config.logging.trackers, self.run.path)
             for tracker in self.trackers:
                 resources.callback(tracker.close)
@@ -100,13 +101,13 @@ class ARTrainer:
                     self._train_iteration()
                     self._finish_iteration()
             except StopRequested:
-                self._save()
+                self._save_last()
                 self.display.message(
                     f"stopped after iteration {self.state.iteration} and saved; "
                     "continue with the same command and resume=auto"
                 )
                 return 130
-            self._save()
+            self._save_last()
             policy = self._export()
             self.display.message(f"done: the run is in {self.run.path}, the trained policy in {policy}")
         return 0
@@ -190,6 +191,8 @@ class ARTrainer:
             for tracker in self.trackers:
                 tracker.log(iteration, metrics)
         self.state.unwritten = None
+        with self._going_on():
+            self.checkpoints.publish()
         if self._due(self.config.checkpoint.every, at_start=False) and iteration < self.config.num_iterations:
             self._save()
 
@@ -225,8 +228,7 @@ class ARTrainer:
         """Take up the newest checkpoint, or start at iteration 0, and give the engine the actor's weights."""
         self.state = TrainerState(self.sampler.state_dict(), self.train_prompts.fingerprint(), unwritten={})
         if self.config.resume == "auto":
-            readers = {name: model.load for name, model in self._trained_models().items()}
-            saved = self.checkpoints.load_newest(readers, self.display.message)
+            saved = self.checkpoints.load_newest(self._trained_models(), self.display.message)
             if saved is None:
                 self.display.message(f"{self.checkpoints.path} holds no checkpoint: starting at iteration 0")
             else:
@@ -263,8 +265,26 @@ class ARTrainer:
         self.display.message(f"resumed after iteration {saved.iteration}")
 
     def _save(self) -> None:
-        writers = {name: model.save for name, model in self._trained_models().items()}
-        self.checkpoints.save(self.state.iteration, asdict(self.state), writers)
+        """Save, or start to; the run goes on where that fails."""
+        with self._going_on():
+            self.checkpoints.finish()
+        with self._going_on():
+            save = self.checkpoints.begin if self.config.checkpoint.asynchronous else self.checkpoints.save
+            save(self.state.iteration, asdict(self.state), self._trained_models())
+
+    def _save_last(self) -> None:
+        """Save, and wait for it. Raises UserError where that fails."""
+        with self._going_on():
+            self.checkpoints.finish()
+        self.checkpoints.save(self.state.iteration, asdict(self.state), self._trained_models())
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """A checkpoint that could not be written is told, and the run goes on: the next one may be."""
+        try:
+            yield
+        except UserError as error:
+            self.display.message(f"{error}; training goes on")
 
     def _export(self) -> Path:
         policy = self.run.path / "policy"

@@ -8,6 +8,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from unirl.config.schema import OptimizerConfig
 from unirl.errors import UserError
@@ -66,6 +68,7 @@ class PolicyOptimizer:
             list(chunks),
             use_gloo_process_groups=False,
         )
+        self._owners = self._find_owners()
 
     def zero_grad(self) -> None:
         self._megatron.zero_grad()
@@ -90,28 +93,70 @@ class PolicyOptimizer:
         """Those that make the updates, in a fixed order."""
         return [part.optimizer for part in self._megatron.chained_optimizers]
 
-    def masters(self, named_parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-        """What AdamW updates, by the names of the weights: fp32 copies, or the weights where those are fp32."""
-        return {name: getattr(parameter, "main_param", parameter) for name, parameter in named_parameters.items()}
+    def shard_of(self, parameter: torch.nn.Parameter) -> "OptimizerShard | None":
+        """What this rank updates of one weight; None where it is other ranks that update all of it."""
+        for part in self._megatron.chained_optimizers:
+            if isinstance(part, DistributedOptimizer):
+                if parameter in part.model_param_group_index_map:
+                    group, index = part.model_param_group_index_map[parameter]
+                    owned = part._get_model_param_range_map(parameter)["param"]
+                    master = part.optimizer.param_groups[group]["params"][index]
+                    return self._shard(master, owned.start, owned.end, is_share=True)
+            else:
+                master = getattr(parameter, "main_param", parameter)
+                if master in self._owners:
+                    return self._shard(master, 0, parameter.numel(), is_share=False)
+        return None
 
-    def moments(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
-        """AdamW's state of one master weight: empty before the first step, then exp_avg, exp_avg_sq and step."""
-        return self._torch_optimizer.state[master]
+    def start_over(self, steps: int) -> None:
+        """Forget all moments and count `steps` steps as made."""
+        self.steps = steps
+        for optimizer in set(self._owners.values()):
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                if not isinstance(optimizer, torch.optim.AdamW):  # fused AdamW counts by group, torch's by weight
+                    group["step"] = steps
 
-    def set_moments(self, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-        self._torch_optimizer.state[master] = {
-            "step": torch.tensor(float(self.steps)),
-            "exp_avg": exp_avg,
-            "exp_avg_sq": exp_avg_sq,
-        }
+    def _shard(self, master: torch.Tensor, start: int, stop: int, *, is_share: bool) -> "OptimizerShard":
+        for part in self.torch_optimizers():
+            if isinstance(part, HybridDeviceOptimizer):
+                # With the offload it is a copy on the CPU that is updated, and copied back after each step.
+                master = part.param_to_inner_param.get(master, master)
+        return OptimizerShard(self._owners[master], master, start, stop, is_share)
 
-    def forget_moments(self) -> None:
-        self._torch_optimizer.state.clear()
+    def _find_owners(self) -> dict[torch.Tensor, torch.optim.Optimizer]:
+        """Of everything that is updated, the optimizer that does it."""
+        optimizers: list[torch.optim.Optimizer] = []
+        for part in self.torch_optimizers():
+            optimizers += part.sub_optimizers if isinstance(part, HybridDeviceOptimizer) else [part]
+        return {master: opt for opt in optimizers for group in opt.param_groups for master in group["params"]}
+
+
+@dataclass(frozen=True)
+class OptimizerShard:
+    """Entries [start, stop) of a flattened weight, and what AdamW updates of them.
+
+    master: float32, the weight itself where that is in float32.
+    is_share: whether other replicas have other entries of the weight: of the distributed optimizer.
+    """
+
+    optimizer: torch.optim.Optimizer
+    master: torch.Tensor
+    start: int
+    stop: int
+    is_share: bool
 
     @property
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
-        (only,) = self._megatron.chained_optimizers
-        return only.optimizer
+    def moments(self) -> dict[str, torch.Tensor]:
+        """exp_avg, exp_avg_sq and what else AdamW keeps; empty before the first step."""
+        return self.optimizer.state.get(self.master, {})
+
+    def set_moments(self, steps: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        """As after `steps` steps; both like `master`, which are kept and not copied."""
+        state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        if isinstance(self.optimizer, torch.optim.AdamW):
+            state["step"] = torch.tensor(float(steps))  # one for each: a shared one would count every weight
+        self.optimizer.state[self.master] = state
 
 
 def _check_offload(chunk: DistributedDataParallel, distributed: bool) -> None:

@@ -26,6 +26,8 @@ MEGATRON_VERSIONS = ("0.16.1", "0.19.2")
 
 _DEVICE_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
 _ADAPTED = (
+    "dist_checkpointing",
+    "dist_checkpointing.strategies.torch",
     "distributed",
     "models.gpt",
     "optimizer",

@@ -1,6 +1,6 @@
 """What makes a hosted model a model under training: gradients, optimizer, checkpoints."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +12,20 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from unirl.algorithms import Metric
 from unirl.config.schema import OptimizerConfig
-from unirl.train.megatron import memory, shard_files, state
+from unirl.train.manifest import FileSum, find_damage
+from unirl.train.megatron import memory
+from unirl.train.megatron.dist_checkpoint import ShardedWrite, finish_write
 from unirl.train.megatron.hosted import HostedModel
 from unirl.train.megatron.optimizer import PolicyOptimizer, StepResult
+from unirl.train.megatron.state import TrainedState
 from unirl.train.megatron.weights import iterate_gradients
 from unirl.train.packing import MicroBatch
 
 
 class Trained(HostedModel):
     """A hosted model under training; a class with it as a base calls `_start_training` once the model is there."""
+
+    _saving: ShardedWrite | None = None
 
     def _start_training(self, optimizer: OptimizerConfig, *, max_grad_norm: float, total_steps: int) -> None:
         """`total_steps` is the length of the learning-rate schedule."""
@@ -62,23 +67,55 @@ class Trained(HostedModel):
         """
         return iterate_gradients(self._ddp)
 
-    def save(self, folder: Path) -> None:
-        """Write weights, master weights, moments and step count into the existing `folder`; all ranks call it."""
-        if self._is_whole:
-            state.save_state(self.model, self.optimizer, folder)
-        else:
-            shard_files.save_shard(self.capture(), self.parallel, folder)
+    def begin_save(self, folder: Path) -> None:
+        """Start to write the state into the existing `folder`; training may go on at once: what is written is a copy.
+
+        Every rank calls it, and every other method of a save. Raises RuntimeError where the last save is not finished.
+        """
+        self._begin_save(folder, copy=True)
+
+    def save_done(self) -> bool:
+        """Whether `finish_save` has nothing to wait for on this rank: its files are down, or it failed, or it knows of
+        no save, as a process that was started anew since.
+        """
+        return self._saving is None or self._saving.done()
+
+    def finish_save(self) -> dict[str, FileSum]:
+        """Wait for the write on every rank and complete the folder; its files by name.
+
+        Raises CheckpointWriteError, on every rank, where one of them could not write, or knows of no save.
+        """
+        writing, self._saving = self._saving, None
+        return finish_write(writing)
+
+    def save(self, folder: Path) -> dict[str, FileSum]:
+        """Write the state into the existing `folder`, and wait for it; its files by name.
+
+        Raises CheckpointWriteError.
+        """
+        self._begin_save(folder, copy=False)
+        return self.finish_save()
+
+    def check_files(self, folder: Path, files: Mapping[str, FileSum]) -> str | None:
+        """What is wrong with this rank's share of the files of a saved state; None where they are whole."""
+        share = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+        return find_damage(folder, {name: files[name] for name in share})
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote: the same steps to the bit; all ranks call it.
+        """Go on from what `save` wrote, in this layout or another: in the same one the same steps to the bit.
 
-        The optimizer's settings are those given here, not those of the checkpoint. Raises UserError for a checkpoint
-        of another model or layout.
+        The optimizer's settings are those given here, not those of the checkpoint. Raises as `TrainedState.load`.
         """
-        if self._is_whole:
-            state.load_state(self.model, self.optimizer, folder)
-        else:
-            self.restore(shard_files.load_shard(self.parallel, folder))
+        self._state.load(folder)
+
+    @property
+    def _state(self) -> TrainedState:
+        return TrainedState(self.chunks, self.optimizer, self.parallel)
+
+    def _begin_save(self, folder: Path, *, copy: bool) -> None:
+        if self._saving is not None:
+            raise RuntimeError(f"a save into {self._saving.folder} is not finished: finish_save() first")
+        self._saving = self._state.begin_save(folder, copy=copy)
 
     @property
     def replicated(self) -> bool:
@@ -94,14 +131,14 @@ class Trained(HostedModel):
         memory.restore_state(self.chunks, self.optimizer, captured)
 
     def close(self) -> None:
-        """Release weights, gradients, optimizer and parallel state, see `HostedModel.close`."""
+        """Release weights, gradients, optimizer and parallel state, see `HostedModel.close`; a write that goes on is
+        waited for, but its checkpoint is not completed.
+        """
+        if self._saving is not None:
+            self._saving.wait()
+            self._saving = None
         self._ddp = self.optimizer = None
         super().close()
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether this process holds the whole state."""
-        return dist.get_world_size() == 1 and not self.parallel.use_distributed_optimizer
 
     def _backward(self, micro_batches: Sequence[MicroBatch], loss_of: Callable) -> list[dict]:
         """Set the gradients to those of the sum of `loss_of(micro_batch, output of the model)`, a pair (loss, metrics),

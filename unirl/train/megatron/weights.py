@@ -20,7 +20,8 @@ Receivers = Literal["all", "first", "stages"]
 """Which ranks are given the full tensors: every rank; rank 0 alone; or, of each pipeline stage, its first rank, which
 is given the tensors of its own stage."""
 
-_NOT_IN_HF = "value_head."
+VALUE_HEAD = "value_head."
+"""What begins the names that Hugging Face does not know."""
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")
 _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
@@ -40,7 +41,7 @@ def load_weights(chunks: Sequence[PackedModel], folder: Path) -> None:
             if name not in maps:
                 raise RuntimeError(f"names.py has no weight {name}: a family that is not mapped whole")
             weight = maps[name]
-            group = _tensor_group(weight)
+            group = tensor_group(weight)
             shard = weight.read([tensors[name] for name in weight.hf_names], group.rank(), group.size())
             if shard.shape != parameter.shape:
                 raise UserError(
@@ -105,7 +106,7 @@ def global_parameters(chunks: Sequence[PackedModel]) -> dict[str, torch.nn.Param
         global_name(chunk, name): parameter
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
-        if not name.startswith(_NOT_IN_HF)
+        if not name.startswith(VALUE_HEAD)
     }
 
 
@@ -210,7 +211,7 @@ class _Owner:
 
 
 def _all_shards(weight: WeightMap, shard: torch.Tensor) -> list[torch.Tensor]:
-    group = _tensor_group(weight)
+    group = tensor_group(weight)
     if weight.tp_dim is None or group.size() == 1:
         return [shard]
     shards = [torch.empty_like(shard) for _ in range(group.size())]
@@ -218,7 +219,7 @@ def _all_shards(weight: WeightMap, shard: torch.Tensor) -> list[torch.Tensor]:
     return shards
 
 
-def _tensor_group(weight: WeightMap) -> dist.ProcessGroup:
+def tensor_group(weight: WeightMap) -> dist.ProcessGroup:
     if weight.expert is None:
         return parallel_state.get_tensor_model_parallel_group()
     return parallel_state.get_expert_tensor_parallel_group()
