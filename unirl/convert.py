@@ -1,24 +1,29 @@
-"""`python -m unirl.convert SOURCE OUT`: a checkpoint, or a Hugging Face folder in another dtype, as a new Hugging Face
-folder. Needs no GPU and one process, whatever the run had; holds one file's tensors in memory.
+"""`python -m unirl.convert SOURCE OUT`: a checkpoint as a new Hugging Face folder, a Hugging Face folder as a new
+checkpoint, or in another dtype. Needs no GPU and one process, whatever the run has; holds one file's tensors in memory
+for a folder, one tensor for a checkpoint.
 """
 
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from pathlib import Path
+from typing import Literal
 
 import torch
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, track
 from safetensors import SafetensorError
 
 from unirl.errors import UserError
-from unirl.train.checkpoint import CheckpointStore
+from unirl.train.checkpoint import CheckpointStore, CheckpointWriteError
+from unirl.train.manifest import find_damage, read_manifest, write_manifest
 from unirl.train.megatron.architecture import read_architecture
 from unirl.train.megatron.hf_folder import MAX_SHARD_BYTES, HfTensors, resolve_folder, write_hf_folder
-from unirl.train.megatron.names import WeightMap, weight_maps
-from unirl.train.megatron.state import read_weights
+from unirl.train.megatron.names import WeightMap, hf_shapes, weight_maps
+from unirl.train.megatron.state import read_weights, write_weights
+from unirl.train.new_folder import new_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXIT_USER_ERROR = 2
@@ -32,7 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     dtype = DTYPES.get(options.dtype)
     try:
-        convert(options.source, options.out, model=options.model, dtype=dtype, max_shard_bytes=options.max_shard_bytes)
+        convert(
+            options.source,
+            options.out,
+            to=options.to,
+            model=options.model,
+            dtype=dtype,
+            max_shard_bytes=options.max_shard_bytes,
+        )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -43,37 +55,36 @@ def convert(
     source: Path,
     out: Path,
     *,
+    to: Literal["hf", "checkpoint"] = "hf",
     model: str | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the new Hugging Face folder `out`.
+    """Write the new folder `out`: a Hugging Face folder, or a checkpoint with the weights of one.
 
-    source: a Hugging Face folder, a checkpoint (`RUN_DIR/checkpoints/iteration_00000010`) or a run directory, of which
-        the newest checkpoint is taken.
+    source: a Hugging Face folder; for `to="hf"` also a checkpoint (`RUN_DIR/checkpoints/iteration_00000010`) or a run
+        directory, of which the newest checkpoint is taken.
     model: for a checkpoint, the folder or hub name that gives config and tokenizer; default: what the run was started
         with.
-    dtype: of the weights written; None keeps theirs.
+    dtype: of the weights written; None keeps theirs. A checkpoint has float32 in any case: it is what they become again
+        as a Hugging Face folder.
     max_shard_bytes: size of a file from which on another one is begun.
 
-    Raises UserError where `out` exists, `source` is none of the three, or its weights are not those of the model.
+    Raises UserError where `out` exists or cannot be written, `source` is none of these or damaged, or its weights are
+    not those of the model.
     """
     if out.exists():
         raise UserError(f"{out} exists: give a new folder, or remove it")
+    is_folder = (source / "config.json").is_file()
+    if model is not None and is_folder:
+        raise UserError(f"--model {model}: {source} is a Hugging Face folder and has its own config; leave it out")
+    if to == "checkpoint" and not is_folder:
+        raise UserError(f"{source}: a checkpoint is made of a Hugging Face folder, and this has no config.json")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    if (source / "config.json").is_file():
-        folder = source
-        weights = _hf_weights(folder)
-    else:
-        checkpoint = _find_checkpoint(source)
-        folder = resolve_folder(model or _model_of_run(checkpoint))
-        console.print(f"Weights of {checkpoint}, config and tokenizer of {folder}")
-        weights = _checkpoint_weights(checkpoint, folder)
-    count = sum(len(weight.hf_names) for weight in _maps(folder))
-    weights = track(weights, "Writing", total=count, console=console, disable=not console.is_terminal)
+    write = _write_checkpoint if to == "checkpoint" else _write_hf
     try:
-        write_hf_folder(_in_dtype(weights, dtype), folder, out, max_shard_bytes=max_shard_bytes)
-    except (OSError, SafetensorError) as error:
+        count = write(source, out, model, dtype, max_shard_bytes, console)
+    except (OSError, SafetensorError, CheckpointWriteError) as error:
         raise UserError(f"{out} cannot be written: {error}") from error
     console.print(f"Written: {count} tensors to {out}")
 
@@ -89,10 +100,77 @@ def read_checkpoint_weights(checkpoint: Path) -> Iterator[tuple[str, torch.Tenso
         raise UserError(f"{folder} cannot be read: {error}; take another checkpoint") from error
 
 
+def _write_hf(source: Path, out: Path, model, dtype, max_shard_bytes: int, console: Console) -> int:
+    """Returns the number of tensors."""
+    if (source / "config.json").is_file():
+        folder = source
+        weights = _hf_weights(folder)
+    else:
+        checkpoint = _find_checkpoint(source)
+        folder = resolve_folder(model or _model_of_run(checkpoint))
+        console.print(f"Weights of {checkpoint}, config and tokenizer of {folder}")
+        _check_files(checkpoint, console)
+        weights = _checkpoint_weights(checkpoint, folder)
+    count = sum(len(weight.hf_names) for weight in _maps(folder))
+    weights = track(weights, "Writing", total=count, console=console, disable=not console.is_terminal)
+    write_hf_folder(_in_dtype(weights, dtype), folder, out, max_shard_bytes=max_shard_bytes)
+    return count
+
+
+def _write_checkpoint(folder: Path, out: Path, model, dtype, max_shard_bytes: int, console: Console) -> int:
+    """Returns the number of tensors. `model` is that of the folder itself."""
+    maps = {weight.name: weight for weight in _maps(folder)}
+    hf_shapes_of = hf_shapes(read_architecture(folder))
+    shapes = {name: _shape(weight, hf_shapes_of) for name, weight in maps.items()}
+    with new_folder(out) as aside, Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("Writing", total=len(maps))
+        (aside / _ACTOR).mkdir()
+        with HfTensors(folder) as tensors:
+            tensors.check_names(maps.values())
+            tensors.check_shapes(hf_shapes_of)
+
+            def read(name: str) -> torch.Tensor:
+                progress.advance(task)
+                tensor = maps[name].read([tensors[hf_name] for hf_name in maps[name].hf_names], 0, 1)
+                return tensor if dtype is None else tensor.to(dtype)
+
+            kept = _common_dtype(folder, {tensors[name].dtype for name in hf_shapes_of})
+            files = write_weights(shapes, read, dtype or kept, aside / _ACTOR, max_file_bytes=max_shard_bytes)
+        write_manifest(aside, {f"{_ACTOR}/{name}": found for name, found in files.items()})
+    return len(maps)
+
+
+def _shape(weight: WeightMap, hf_shapes_of: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Of the Megatron weight: found without any data."""
+    sources = [torch.empty(hf_shapes_of[name], device="meta") for name in weight.hf_names]
+    return tuple(weight.read(sources, 0, 1).shape)
+
+
+def _common_dtype(folder: Path, dtypes: set[torch.dtype]) -> torch.dtype:
+    """One in which every weight keeps its value."""
+    unknown = dtypes - set(DTYPES.values())
+    if unknown:
+        raise UserError(f"{folder} has weights in {min(map(str, unknown))}, expected {', '.join(DTYPES)}")
+    return reduce(torch.promote_types, dtypes)
+
+
+def _check_files(checkpoint: Path, console: Console) -> None:
+    """Raises UserError unless the model of the checkpoint is what was written."""
+    try:
+        files = {name: found for name, found in read_manifest(checkpoint).items() if name.startswith(f"{_ACTOR}/")}
+        with console.status("Comparing with the manifest"):
+            damage = find_damage(checkpoint, files)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        damage = f"its manifest cannot be read: {error}"
+    if damage:
+        raise UserError(f"{checkpoint} is damaged: {damage}; take another checkpoint")
+
+
 def _hf_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with HfTensors(folder) as tensors:
         maps = _maps(folder)
         tensors.check_names(maps)
+        tensors.check_shapes(hf_shapes(read_architecture(folder)))
         for weight in maps:
             yield from ((name, tensors[name][:]) for name in weight.hf_names)
 
@@ -142,7 +220,8 @@ def _model_of_run(checkpoint: Path) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m unirl.convert",
-        description="Write a checkpoint, or a Hugging Face folder in another dtype, as a new Hugging Face folder.",
+        description="Write a checkpoint as a new Hugging Face folder, or (--to checkpoint) a Hugging Face folder as a new "
+        "checkpoint of the training, or a Hugging Face folder in another dtype. Needs no GPU and one process.",
     )
     parser.add_argument(
         "source",
@@ -152,10 +231,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="new folder; one that exists is refused")
     parser.add_argument(
+        "--to",
+        choices=["hf", "checkpoint"],
+        default="hf",
+        help="what OUT becomes: a Hugging Face folder (default), or a checkpoint with the weights of one",
+    )
+    parser.add_argument(
         "--model", help="for a checkpoint: folder or hub name of its model, if not the run's model.path"
     )
     parser.add_argument(
-        "--dtype", choices=["keep", *DTYPES], default="keep", help="of the weights (default: as they are)"
+        "--dtype",
+        choices=["keep", *DTYPES],
+        default="keep",
+        help="of the weights (default: as they are); a checkpoint holds them in float32 and notes it",
     )
     parser.add_argument(
         "--max-shard-gb",

@@ -1,17 +1,17 @@
 """Checkpoints on disk: written aside, renamed when every file is down, so that the newest one found is always whole."""
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from unirl.errors import UserError
-from unirl.train.manifest import FileSum, find_damage, sum_of_file
+from unirl.train.manifest import FileSum, find_damage, read_manifest, sum_of_file, write_manifest
+from unirl.train.new_folder import sync_to_disk
 
 
 class DamagedCheckpointError(UserError):
@@ -40,7 +40,6 @@ class Checkpointed(Protocol):
 
 _NAME = re.compile(r"iteration_(\d{8})")
 _STATE = "state.json"
-_MANIFEST = "manifest.json"
 
 
 @dataclass
@@ -144,7 +143,7 @@ class CheckpointStore:
         """
         folder = self.folder(iteration)
         try:
-            files = _read_manifest(folder)
+            files = read_manifest(folder)
             self._check_models(folder, files, models)
             damage = find_damage(folder, {_STATE: files[_STATE]}) or _find_damage(folder, files, models)
             if damage:
@@ -167,9 +166,8 @@ class CheckpointStore:
             files |= {f"{name}/{file}": found for file, found in finish(name, model).items()}
         (aside / _STATE).write_text(json.dumps(saving.state, indent=1))
         files[_STATE] = sum_of_file(aside / _STATE)
-        manifest = {"files": {name: asdict(found) for name, found in sorted(files.items())}}
-        (aside / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-        _sync_to_disk(aside)
+        write_manifest(aside, files)
+        sync_to_disk(aside)
         if target.exists():
             target.rename(self.path / f".tmp-old-{target.name}")  # whole until the new one stands in its place
         aside.rename(target)
@@ -205,6 +203,11 @@ class CheckpointStore:
             (self._aside(iteration) / name).mkdir(parents=True)
 
     def _check_models(self, folder: Path, files: Mapping[str, FileSum], models: Mapping[str, Checkpointed]) -> None:
+        if _STATE not in files:
+            raise UserError(
+                f"{folder} holds weights, as unirl.convert writes them, and no state of a run: it cannot be resumed; "
+                "start from the Hugging Face folder it was made of (model.path)"
+            )
         found = {name.split("/")[0] for name in files if "/" in name}
         if not found:
             raise DamagedCheckpointError(f"checkpoint {folder} is damaged: it holds no model")
@@ -230,11 +233,6 @@ class CheckpointStore:
             shutil.rmtree(leftover)
 
 
-def _read_manifest(folder: Path) -> dict[str, FileSum]:
-    manifest = json.loads((folder / _MANIFEST).read_text())
-    return {name: FileSum(**found) for name, found in manifest["files"].items()}
-
-
 def _find_damage(folder: Path, files: Mapping[str, FileSum], models: Mapping[str, Checkpointed]) -> str | None:
     for name, model in models.items():
         own = {file.removeprefix(f"{name}/"): found for file, found in files.items() if file.startswith(f"{name}/")}
@@ -248,13 +246,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error) if isinstance(error, CheckpointWriteError) else f"{type(error).__name__}: {error}"
-
-
-def _sync_to_disk(folder: Path) -> None:
-    """A rename may reach the disk before the data it names: flush every file and folder first."""
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -1,9 +1,12 @@
 """Sizes and checksums of the files of a checkpoint."""
 
 import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,18 @@ def sum_of_file(path: Path) -> FileSum:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
     return FileSum(path.stat().st_size, digest.hexdigest())
+
+
+def write_manifest(folder: Path, files: Mapping[str, FileSum]) -> None:
+    """Say in `folder` what the files below it are; names are paths from there."""
+    manifest = {"files": {name: asdict(found) for name, found in sorted(files.items())}}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+def read_manifest(folder: Path) -> dict[str, FileSum]:
+    """Raises OSError, ValueError, KeyError or TypeError where there is none, or it is damaged."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    return {name: FileSum(**found) for name, found in manifest["files"].items()}
 
 
 def find_damage(folder: Path, files: Mapping[str, FileSum]) -> str | None:

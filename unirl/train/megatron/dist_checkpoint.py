@@ -5,11 +5,13 @@ runs in a thread. The planning, the format and the reader are theirs.
 """
 
 import json
+import math
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,17 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter, load
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from unirl.train.checkpoint import CheckpointWriteError
@@ -81,12 +83,7 @@ class ShardedWrite:
         """What rank 0, which is given the results of all ranks, adds: the index of all tensors comes last."""
         if results is None:
             return {}
-        (self.folder / "model.json").write_text(json.dumps(self._extra, indent=1) + "\n")
-        TorchCommonSaveStrategy(_BACKEND.sharded_backend, 1).save_common({}, self.folder)
-        save_config(_BACKEND, str(self.folder))
-        self._writer.finish(self._metadata, results)
-        names = ("model.json", "common.pt", "metadata.json", _METADATA)
-        return {name: sum_of_file(self.folder / name) for name in names}
+        return _complete_folder(self.folder, self._extra, self._writer, self._metadata, results)
 
 
 def finish_write(write: ShardedWrite | None) -> dict[str, FileSum]:
@@ -141,6 +138,39 @@ def read_whole(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
+def write_whole(
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], torch.Tensor],
+    extra: Mapping[str, Any],
+    folder: Path,
+    *,
+    max_file_bytes: int,
+) -> dict[str, FileSum]:
+    """Write float32 tensors into the existing `folder`, in one process without any group; its files by name.
+
+    shapes: by name of the tensor.
+    read: gives a tensor by its name, when its turn has come: one at a time is held. What it raises goes through, but
+        for OSError and RuntimeError, which count as errors in writing.
+    extra: as of `ShardedWrite`.
+    max_file_bytes: size of a file from which on another one is begun, as if another rank had written it.
+
+    Raises CheckpointWriteError where it cannot be written.
+    """
+    planner = _LazyPlanner(read)
+    planner.set_up_planner(
+        {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()},
+        is_coordinator=True,
+    )
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # with copies ahead several tensors are held
+    plans, metadata = planner.create_global_plan(_by_file(planner.create_local_plan(), max_file_bytes))
+    try:
+        results = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]
+        files = {path.name: sum_of_file(path) for path in folder.glob("__*")}
+        return files | _complete_folder(folder, extra, writer, metadata, results)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointWriteError(_reason(error)) from error
+
+
 _INDEX_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -189,6 +219,46 @@ class _Writer(FileSystemWriter):
     def write(self) -> None:
         self.results = self.write_data(*self._planned).wait()
         self._planned = None  # and the tensors with it
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Plans with tensors that are not there yet."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._read = read
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        return self._read(write_item.index.fqn)
+
+
+def _by_file(plan: SavePlan, max_file_bytes: int) -> list[SavePlan]:
+    files: list[list[WriteItem]] = [[]]
+    size = 0
+    for item in plan.items:
+        item_size = math.prod(item.tensor_data.size) * torch.float32.itemsize
+        if files[-1] and size + item_size > max_file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(item)
+        size += item_size
+    return [replace(plan, items=items) for items in files]
+
+
+def _complete_folder(
+    folder: Path,
+    extra: Mapping[str, Any],
+    writer: FileSystemWriter,
+    metadata: Metadata,
+    results: list[list[WriteResult]],
+) -> dict[str, FileSum]:
+    """Write what stands beside the tensors; the index of them comes last."""
+    (folder / "model.json").write_text(json.dumps(extra, indent=1) + "\n")
+    torch.save({}, folder / COMMON_STATE_FNAME)
+    save_config(_BACKEND, str(folder))
+    writer.finish(metadata, results)
+    names = ("model.json", COMMON_STATE_FNAME, "metadata.json", _METADATA)
+    return {name: sum_of_file(folder / name) for name in names}
 
 
 def _plan(state: dict[str, ShardedTensor], writer: _Writer) -> Metadata | None:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from unirl.errors import UserError
 from unirl.train.megatron.names import WeightMap
+from unirl.train.new_folder import new_folder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -40,6 +41,10 @@ class StoredTensor:
     def __init__(self, file: safe_open, name: str):
         self._slice = file.get_slice(name)
         self.shape = tuple(self._slice.get_shape())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._slice[:0].dtype
 
     def __getitem__(self, index) -> torch.Tensor:
         return self._slice[index]
@@ -71,6 +76,12 @@ class HfTensors(AbstractContextManager):
                 f"({len(missing)}), without a place: {unknown[:5] or 'none'} ({len(unknown)})"
             )
 
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises UserError unless the tensors have the `shapes`; opens every file."""
+        for name, shape in shapes.items():
+            if self[name].shape != shape:
+                raise UserError(f"{self._folder}: {name} has the shape {self[name].shape}, config.json implies {shape}")
+
     def __getitem__(self, name: str) -> StoredTensor:
         file = self._files[name]
         if file not in self._opened:
@@ -99,13 +110,7 @@ def write_hf_folder(
     file's tensors are held in memory. Everything is written to a folder beside it, which is then renamed. The config
     names the dtype of the weights. Raises FileExistsError where `folder` exists.
     """
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists: give a new folder, or remove it")
-    aside = folder.with_name(folder.name + ".part")
-    shutil.rmtree(aside, ignore_errors=True)
-    with ExitStack() as on_error:
-        on_error.callback(shutil.rmtree, aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+    with new_folder(folder) as aside:
         for file in source.iterdir():
             if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, aside / file.name)
@@ -114,8 +119,6 @@ def write_hf_folder(
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        os.rename(aside, folder)
-        on_error.pop_all()
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:

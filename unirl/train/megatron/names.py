@@ -164,6 +164,31 @@ def weight_maps(architecture: Architecture, padded_vocab_size: int) -> list[Weig
     return maps
 
 
+def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """The shape of every Hugging Face tensor of the model, by name."""
+    hidden, moe = architecture.hidden_size, architecture.moe
+    queries, keys = (heads * architecture.head_dim for heads in (architecture.num_heads, architecture.num_kv_heads))
+    width = architecture.ffn_hidden_size if moe is None else moe.ffn_hidden_size
+    by_ending = {
+        "embed_tokens.weight": (architecture.vocab_size, hidden),
+        "lm_head.weight": (architecture.vocab_size, hidden),
+        "norm.weight": (hidden,),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "q_norm.weight": (architecture.head_dim,),
+        "k_norm.weight": (architecture.head_dim,),
+        "o_proj.weight": (hidden, queries),
+        "gate.weight": (moe and moe.num_experts, hidden),
+        "gate_proj.weight": (width, hidden),
+        "up_proj.weight": (width, hidden),
+        "down_proj.weight": (hidden, width),
+    }
+    for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        by_ending |= {f"{name}.weight": (rows, hidden), f"{name}.bias": (rows,)}
+    names = (name for weight in weight_maps(architecture, architecture.vocab_size) for name in weight.hf_names)
+    return {name: by_ending[".".join(name.split(".")[-2:])] for name in names}
+
+
 def _layer_maps(architecture: Architecture, layer: int) -> Iterable[WeightMap]:
     left_out = set()
     if not architecture.qkv_bias:

@@ -3,7 +3,7 @@ state. Weights in less than fp32 are the rounded masters.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from unirl.config.schema import ParallelConfig
 from unirl.errors import UserError
 from unirl.train.checkpoint import DamagedCheckpointError
-from unirl.train.megatron.dist_checkpoint import ShardedWrite, read_blocks, read_index, read_whole
+from unirl.train.manifest import FileSum
+from unirl.train.megatron.dist_checkpoint import ShardedWrite, read_blocks, read_index, read_whole, write_whole
 from unirl.train.megatron.model import PackedModel
 from unirl.train.megatron.optimizer import OptimizerShard, PolicyOptimizer
 from unirl.train.megatron.shards import PlacedWeight, placed_weights, whole_names
@@ -114,12 +115,7 @@ class TrainedState:
             )
 
     def _counters(self) -> dict[str, Any]:
-        return {
-            "format": _FORMAT,
-            "optimizer_steps": self.optimizer.steps,
-            "dtype": str(self.chunks[0].config.params_dtype).removeprefix("torch."),
-            "layout": self._layout(),
-        }
+        return _counters(self.optimizer.steps, self.chunks[0].config.params_dtype, self._layout())
 
     def _layout(self) -> dict[str, int]:
         sizes = {name: getattr(self.parallel, name) for name in ("tp", "pp", "cp", "ep")}
@@ -135,6 +131,37 @@ def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     dtype = getattr(torch, _read_counters(folder)["dtype"])
     for key, tensor in read_whole(folder, WEIGHT):
         yield key.removeprefix(WEIGHT), tensor.to(dtype)
+
+
+def write_weights(
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], torch.Tensor],
+    dtype: torch.dtype,
+    folder: Path,
+    *,
+    max_file_bytes: int,
+) -> dict[str, FileSum]:
+    """Write a model before its first step into the existing `folder`, in one process without a group; its files by
+    name. What any layout loads from it are the weights, an optimizer without moments and no random state.
+
+    shapes: of the whole weights, by their names in a model of one rank, the vocabulary without padding.
+    read: gives a weight by its name, in any dtype, when its turn has come: one at a time is held.
+    dtype: what `read_weights` gives them in.
+
+    Raises CheckpointWriteError, see `write_whole`.
+    """
+    return write_whole(
+        {f"{WEIGHT}{name}": shape for name, shape in shapes.items()},
+        lambda key: read(key.removeprefix(WEIGHT)).float(),
+        _counters(0, dtype, layout={}),  # of no layout: it has no random states to take up
+        folder,
+        max_file_bytes=max_file_bytes,
+    )
+
+
+def _counters(steps: int, dtype: torch.dtype, layout: dict[str, int]) -> dict[str, Any]:
+    name = str(dtype).removeprefix("torch.")
+    return {"format": _FORMAT, "optimizer_steps": steps, "dtype": name, "layout": layout}
 
 
 def _read_counters(folder: Path) -> dict[str, Any]:
