@@ -81,9 +81,11 @@ def convert(
     if to == "checkpoint" and not is_folder:
         raise UserError(f"{source}: a checkpoint is made of a Hugging Face folder, and this has no config.json")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    write = _write_checkpoint if to == "checkpoint" else _write_hf
     try:
-        count = write(source, out, model, dtype, max_shard_bytes, console)
+        if to == "checkpoint":
+            count = _write_checkpoint(source, out, dtype, max_shard_bytes, console)
+        else:
+            count = _write_hf(source, out, model, dtype, max_shard_bytes, console)
     except (OSError, SafetensorError, CheckpointWriteError) as error:
         raise UserError(f"{out} cannot be written: {error}") from error
     console.print(f"Written: {count} tensors to {out}")
@@ -100,7 +102,9 @@ def read_checkpoint_weights(checkpoint: Path) -> Iterator[tuple[str, torch.Tenso
         raise UserError(f"{folder} cannot be read: {error}; take another checkpoint") from error
 
 
-def _write_hf(source: Path, out: Path, model, dtype, max_shard_bytes: int, console: Console) -> int:
+def _write_hf(
+    source: Path, out: Path, model: str | None, dtype: torch.dtype | None, max_shard_bytes: int, console: Console
+) -> int:
     """Returns the number of tensors."""
     if (source / "config.json").is_file():
         folder = source
@@ -117,8 +121,10 @@ def _write_hf(source: Path, out: Path, model, dtype, max_shard_bytes: int, conso
     return count
 
 
-def _write_checkpoint(folder: Path, out: Path, model, dtype, max_shard_bytes: int, console: Console) -> int:
-    """Returns the number of tensors. `model` is that of the folder itself."""
+def _write_checkpoint(
+    folder: Path, out: Path, dtype: torch.dtype | None, max_shard_bytes: int, console: Console
+) -> int:
+    """Returns the number of tensors."""
     maps = {weight.name: weight for weight in _maps(folder)}
     hf_shapes_of = hf_shapes(read_architecture(folder))
     shapes = {name: _shape(weight, hf_shapes_of) for name, weight in maps.items()}
@@ -220,8 +226,8 @@ def _model_of_run(checkpoint: Path) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m unirl.convert",
-        description="Write a checkpoint as a new Hugging Face folder, or (--to checkpoint) a Hugging Face folder as a new "
-        "checkpoint of the training, or a Hugging Face folder in another dtype. Needs no GPU and one process.",
+        description="Write a checkpoint as a new Hugging Face folder, (--to checkpoint) a Hugging Face folder as a "
+        "new checkpoint, or a Hugging Face folder in another dtype. Needs no GPU and one process.",
     )
     parser.add_argument(
         "source",
@@ -243,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=["keep", *DTYPES],
         default="keep",
-        help="of the weights (default: as they are); a checkpoint holds them in float32 and notes it",
+        help="of the weights (default: as they are)",
     )
     parser.add_argument(
         "--max-shard-gb",
