@@ -1,6 +1,6 @@
 """`python -m unirl.convert SOURCE OUT`: a checkpoint as a new Hugging Face folder, a Hugging Face folder as a new
-checkpoint, or in another dtype. Needs no GPU and one process, whatever the run has; holds one file's tensors in memory
-for a folder, one tensor for a checkpoint.
+checkpoint, or in another dtype. Needs no GPU and one process, whatever the run has; holds the tensors of one file that
+it writes in memory.
 """
 
 import argparse
@@ -226,8 +226,8 @@ def _model_of_run(checkpoint: Path) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m unirl.convert",
-        description="Write a checkpoint as a new Hugging Face folder, (--to checkpoint) a Hugging Face folder as a "
-        "new checkpoint, or a Hugging Face folder in another dtype. Needs no GPU and one process.",
+        description="Make a Hugging Face folder of a checkpoint, a checkpoint of a Hugging Face folder (--to checkpoint), "
+        "or a Hugging Face folder in another dtype. Needs no GPU and one process.",
     )
     parser.add_argument(
         "source",
@@ -257,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_gigabytes,
         metavar="GB",
         default=MAX_SHARD_BYTES,
-        help="largest size of a file, in units of 2^30 bytes (default: 5)",
+        help="largest size of a file, in units of 2^30 bytes (default: 5); so much is held in memory",
     )
     return parser
 

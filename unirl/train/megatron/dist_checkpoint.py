@@ -149,8 +149,8 @@ def write_whole(
     """Write float32 tensors into the existing `folder`, in one process without any group; its files by name.
 
     shapes: by name of the tensor.
-    read: gives a tensor by its name, when its turn has come: one at a time is held. What it raises goes through, but
-        for OSError and RuntimeError, which count as errors in writing.
+    read: gives a tensor by its name, when its turn has come; those of one file are held. What it raises goes through,
+        but for OSError and RuntimeError, which count as errors in writing.
     extra: as of `ShardedWrite`.
     max_file_bytes: size of a file from which on another one is begun, as if another rank had written it.
 
@@ -161,7 +161,7 @@ def write_whole(
         {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()},
         is_coordinator=True,
     )
-    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # with copies ahead several tensors are held
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # 0: no CUDA stream, nothing lies on a GPU
     plans, metadata = planner.create_global_plan(_by_file(planner.create_local_plan(), max_file_bytes))
     try:
         results = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]

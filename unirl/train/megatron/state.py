@@ -145,7 +145,7 @@ def write_weights(
     name. What any layout loads from it are the weights, an optimizer without moments and no random state.
 
     shapes: of the whole weights, by their names in a model of one rank, the vocabulary without padding.
-    read: gives a weight by its name, in any dtype, when its turn has come: one at a time is held.
+    read: gives a weight by its name, in any dtype, when its turn has come; those of one file are held.
     dtype: what `read_weights` gives them in.
 
     Raises CheckpointWriteError, see `write_whole`.
