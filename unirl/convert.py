@@ -226,8 +226,8 @@ def _model_of_run(checkpoint: Path) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m unirl.convert",
-        description="Make a Hugging Face folder of a checkpoint, a checkpoint of a Hugging Face folder (--to checkpoint), "
-        "or a Hugging Face folder in another dtype. Needs no GPU and one process.",
+        description="Make a Hugging Face folder of a checkpoint, a checkpoint of a Hugging Face folder (--to "
+        "checkpoint), or a Hugging Face folder in another dtype. Needs no GPU and one process.",
     )
     parser.add_argument(
         "source",

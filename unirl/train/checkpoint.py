@@ -203,14 +203,14 @@ class CheckpointStore:
             (self._aside(iteration) / name).mkdir(parents=True)
 
     def _check_models(self, folder: Path, files: Mapping[str, FileSum], models: Mapping[str, Checkpointed]) -> None:
+        found = {name.split("/")[0] for name in files if "/" in name}
+        if not found:
+            raise DamagedCheckpointError(f"checkpoint {folder} is damaged: it holds no model")
         if _STATE not in files:
             raise UserError(
                 f"{folder} holds weights, as unirl.convert writes them, and no state of a run: it cannot be resumed; "
                 "start from the Hugging Face folder it was made of (model.path)"
             )
-        found = {name.split("/")[0] for name in files if "/" in name}
-        if not found:
-            raise DamagedCheckpointError(f"checkpoint {folder} is damaged: it holds no model")
         if found != models.keys():
             raise UserError(
                 f"{folder} holds {', '.join(sorted(found))}, this run trains {', '.join(sorted(models))}: resume with "
