@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from tests.train.megatron.conftest import weighted_loss
-from tests.train.megatron.test_parallel_layouts import MODELS, PARTS
+from unirl.audit.parallel.batches import SHAPES, make_part
 from unirl.cluster.spawn import RankError, run_ranks
 from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, StackConfig
 from unirl.errors import UserError
@@ -28,6 +28,24 @@ from unirl.train.megatron.actor import MegatronActor
 from unirl.train.megatron.weights import _FullTensors, global_parameters
 from unirl.train.packing import plan_for
 
+VOCAB = 131
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+MODELS = {
+    "qwen3-tied": Qwen3Config(**_SIZES, tie_word_embeddings=True),
+    "qwen3-moe": Qwen3MoeConfig(
+        **_SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+    ),
+}
+PARTS = [make_part(shapes, VOCAB, seed=seed) for seed, shapes in enumerate(SHAPES)]
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 SHARES = {"use_distributed_optimizer": True}
 
@@ -169,9 +187,9 @@ def save(actor: MegatronActor, folder: Path) -> dict:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("resharding")
-    for name in ("qwen3-tied", "qwen3-moe"):
+    for name, config in MODELS.items():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(MODELS[name]()).save_pretrained(root / name)
+        AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
     return root
 
 
