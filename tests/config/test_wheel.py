@@ -67,3 +67,12 @@ def test_the_wheel_finds_its_own_recipes_alone(installed, tmp_path):
     )
     assert f"recipes (found in {installed / 'unirl' / 'examples'}):" in result.stdout
     assert "  algorithm=drpo" in result.stdout
+
+
+def test_what_stands_in_for_cuda_kernels_comes_with_the_wheel(installed):
+    """SGLang finds its plugin by the dist-info folder."""
+    stubs = ROOT / "unirl" / "rollout" / "sglang" / "cpu_stubs"
+    files = {path.relative_to(stubs) for path in stubs.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    shipped = installed / "unirl" / "rollout" / "sglang" / "cpu_stubs"
+    assert files == {path.relative_to(shipped) for path in shipped.rglob("*") if path.is_file()}
+    assert any(path.name == "entry_points.txt" for path in files)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unirl.algorithms.advantage import gae
     from unirl.algorithms.aggregate import Denominators, count_denominators
-    from unirl.algorithms.algorithm import PolicyAlgorithm, PolicyLossFunction, make_algorithm
+    from unirl.algorithms.algorithm import REPLAY_LOGP, PolicyAlgorithm, PolicyLossFunction, make_algorithm
     from unirl.algorithms.config import (
         GAEConfig,
         NormConfig,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "advantage": ("gae",),
     "aggregate": ("Denominators", "count_denominators"),
-    "algorithm": ("PolicyAlgorithm", "PolicyLossFunction", "make_algorithm"),
+    "algorithm": ("REPLAY_LOGP", "PolicyAlgorithm", "PolicyLossFunction", "make_algorithm"),
     "config": (
         "GAEConfig",
         "NormConfig",
@@ -62,6 +62,7 @@ _HOMES = {
 __all__ = [
     "DRPO",
     "PPO",
+    "REPLAY_LOGP",
     "Denominators",
     "GAEConfig",
     "Metric",

@@ -42,6 +42,10 @@ class LossActor(Protocol):
         """
 
 
+REPLAY_LOGP = "replay_logp"
+"""Metric of a micro-batch: the log-probs [R] that its loss was computed from."""
+
+
 @dataclass(frozen=True)
 class PolicyLossFunction:
     """The policy loss of a micro-batch, for an actor to call; it may compute the same from `config` in its own way.
@@ -55,7 +59,7 @@ class PolicyLossFunction:
     def __call__(
         self, micro_batch: LossMicroBatch, logp: torch.Tensor, entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """logp, entropy [R] -> the loss, a scalar with graph, and its metrics."""
+        """logp, entropy [R] -> the loss, a scalar with graph, and its metrics; `REPLAY_LOGP` among them is `logp`."""
         output = policy_loss(
             self.config,
             logp=logp,
@@ -63,7 +67,8 @@ class PolicyLossFunction:
             entropy=entropy,
             **self._constants(micro_batch),
         )
-        return output.loss, output.metrics
+        replayed = Metric(logp.detach(), micro_batch.loss_mask.sum(), "none")
+        return output.loss, {**output.metrics, REPLAY_LOGP: replayed}
 
     def surrogate_terms(self, micro_batch: LossMicroBatch) -> SurrogateTerms:
         """What the loss of each token [R] is made of beside its log-prob and entropy."""

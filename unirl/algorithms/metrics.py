@@ -11,13 +11,14 @@ import torch
 class Metric:
     """One metric of one part of a batch.
 
-    value: 0-dim; the sum over `count` items (reduce mean), the sum (reduce sum), or the largest (reduce max).
+    value: 0-dim; the sum over `count` items (reduce mean), the sum (reduce sum), or the largest (reduce max); or [R],
+    one value for each response token of a micro-batch (reduce none), which a merge leaves out.
     count: 0-dim; items seen. A mean or a maximum over no items does not take part in a merge.
     """
 
     value: torch.Tensor
     count: torch.Tensor
-    reduce: Literal["mean", "sum", "max"]
+    reduce: Literal["mean", "sum", "max", "none"]
 
     def __float__(self) -> float:
         """What this part alone says: NaN for a mean over no items."""
@@ -45,6 +46,8 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
     by_name: dict[str, list[Metric]] = {}
     for part in parts:
         for name, metric in part.items():
+            if metric.reduce == "none":
+                continue
             by_name.setdefault(name, []).append(metric)
     merged = {}
     for name, metrics in by_name.items():

@@ -3,10 +3,10 @@
 import argparse
 import sys
 
-from unirl.audit import kernels, vectors
+from unirl.audit import kernels, rollout, vectors
 from unirl.errors import UserError
 
-AUDITS = (kernels, vectors)
+AUDITS = (kernels, rollout, vectors)
 """Modules with `add_parser(subparsers)`; their parsers set `run`: from arguments to exit code."""
 
 

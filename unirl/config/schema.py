@@ -331,6 +331,17 @@ class ClusterConfig:
 
 
 @dataclass
+class DebugConfig:
+    mismatch_limit: float | None = key(
+        0.1, "Mean difference of rollout and actor log-probs beyond which something is wrong; null: no limit.", gt=0
+    )
+    mismatch_action: str = key(
+        "warn", "What to do beyond it: say so, or stop before the iteration is saved.", choices=["warn", "stop"]
+    )
+    worst_mismatches: int = key(1, "Samples with the largest mismatch written to samples.jsonl per iteration.", ge=0)
+
+
+@dataclass
 class LoggingConfig:
     samples_per_iteration: int = key(8, "Rollout samples written to samples.jsonl per iteration.", ge=0)
     trackers: list[str] = key(factory=list, doc="Extra metric sinks beside metrics.jsonl.", choices=["tensorboard"])
@@ -368,3 +379,4 @@ class TrainConfig:
     eval: EvalConfig = key(factory=EvalConfig, doc="Evaluation.")
     cluster: ClusterConfig = key(factory=ClusterConfig, doc="Where processes run.")
     logging: LoggingConfig = key(factory=LoggingConfig, doc="What is written down.")
+    debug: DebugConfig = key(factory=DebugConfig, doc="Alarms.")

@@ -30,5 +30,8 @@ class RolloutEngine(Protocol):
         old ones. Raises ValueError when the set of names or a shape does not match the model's.
         """
 
+    def metrics(self) -> dict[str, float]:
+        """What an iteration is to report of the engine, by `rollout/...` name; counts are since it was made."""
+
     def close(self) -> None:
         """Free everything the engine holds; may be called twice."""

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from unirl.algorithms import (
+    REPLAY_LOGP,
     Denominators,
     Metric,
     PolicyAlgorithm,
@@ -57,6 +58,8 @@ class TrainStack:
         self.algorithm = algorithm
         self.config = config
         self.critic = critic
+        self.replay_logp: torch.Tensor | None = None
+        """[T] float32: what the actor said of the last part before its first step; NaN where it was not asked."""
 
     def with_values(self, part: Part) -> Part:
         """The part with the critic's values [T]; the part itself where there is no critic."""
@@ -80,6 +83,7 @@ class TrainStack:
         mini_batches = self._mini_batches(part)
         if train_policy and "prox_logp" in required_inputs(self.algorithm.config):
             part = self._with_proximal_policy(part, mini_batches)
+        self.replay_logp = self._known_replay(part)
         micro_metrics, steps, plans, trained = [], [], [], 0
         value_metrics, critic_steps = [], []
         for samples in mini_batches:
@@ -95,7 +99,10 @@ class TrainStack:
             if not (train_policy and _moves_policy(part, self.algorithm)[samples].any()):
                 continue
             trained += sum(batch.sample_positions.numel() for batch in micro_batches)
-            micro_metrics += self.algorithm.compute_loss_and_backward(self.actor, micro_batches, denominators)
+            found = self.algorithm.compute_loss_and_backward(self.actor, micro_batches, denominators)
+            if not steps and part.prox_logp is None:
+                self._note_replay(micro_batches, found)
+            micro_metrics += found
             steps.append(self.actor.optimizer_step())
         return {
             **_step_metrics(merge_metrics(micro_metrics), steps),
@@ -129,10 +136,23 @@ class TrainStack:
         plans = [self._micro_batches(part, samples) for samples in mini_batches]
         return replace(part, prox_logp=token_log_probs(self.actor, part, join_plans(plans, self.actor.shape.dp)))
 
+    def _known_replay(self, part: Part) -> torch.Tensor:
+        unknown = torch.full_like(part.text.log_probs, torch.nan)
+        if part.prox_logp is None:
+            return unknown
+        return torch.where(self._learnt(part)[part.text.token_sample_index], part.prox_logp, unknown)
+
+    def _note_replay(self, micro_batches: list[MicroBatch], found: list[dict[str, Metric]]) -> None:
+        for batch, metrics in zip(micro_batches, found, strict=True):
+            self.replay_logp[batch.token_positions] = metrics[REPLAY_LOGP].value.to(self.replay_logp)
+
     def _micro_batches(self, part: Part, samples: torch.Tensor) -> list[MicroBatch]:
         """Of those of the samples that a model can learn from: a critic learns from all that are graded."""
-        learnt = _moves_policy(part, self.algorithm) if self.critic is None else _has_tokens(part, _trainable(part))
-        return plan_for(self.actor, part, samples[learnt[samples]], self.config)
+        return plan_for(self.actor, part, samples[self._learnt(part)[samples]], self.config)
+
+    def _learnt(self, part: Part) -> torch.Tensor:
+        """[N] bool: samples that are run through the model."""
+        return _moves_policy(part, self.algorithm) if self.critic is None else _has_tokens(part, _trainable(part))
 
     def _plan_metrics(self, micro_batches: list[MicroBatch]) -> dict[str, Metric]:
         return plan_metrics(

@@ -27,6 +27,7 @@ from unirl.trainer.collect import Collector
 from unirl.trainer.evaluate import evaluate
 from unirl.trainer.group_filter import load_group_filter
 from unirl.trainer.interrupt import StopRequested, StopSignal
+from unirl.trainer.mismatch import Mismatch, alarm
 from unirl.trainer.report import batch_metrics, readable_samples
 from unirl.trainer.setup import load_data, make_engine, make_models, make_reward, prepare_model
 from unirl.trainer.token_advantages import check_gae
@@ -120,15 +121,20 @@ class ARTrainer:
                 part = self.stack.with_values(part)
             part = estimate_advantages(part, config.algorithm)
         with self.display.phase("train") as train:
-            update = self.stack.train_track(training_rows(part, config), train_policy=not self._critic_warms_up())
+            rows = training_rows(part, config)
+            update = self.stack.train_track(rows, train_policy=not self._critic_warms_up())
+            mismatch = Mismatch.of(rows, self.stack.replay_logp)
+            self._heed(mismatch.metrics())
         with self.display.phase("sync") as sync:
             self.sync.publish(iteration + 1)
 
         metrics = {
             **batch.metrics,
+            **self.engine.metrics(),
             **batch_metrics(batch.drawn),
             **advantage_metrics(part, config.algorithm),
             **update,
+            **mismatch.metrics(),
             **batch.seconds,
             "time/reference": reference.seconds,
             "time/values": values.seconds,
@@ -138,6 +144,7 @@ class ARTrainer:
         }
         metrics["tokens_per_second"] = batch.drawn.text.tokens.numel() / metrics["time/iteration"]
         self._write_samples(iteration + 1, batch.drawn)
+        self._write_mismatches(iteration + 1, rows, mismatch)
         self.state = TrainerState(
             self.sampler.state_dict(),
             self.state.prompts,
@@ -145,6 +152,20 @@ class ARTrainer:
             next_sample_id=self.state.next_sample_id + len(batch.drawn),
             unwritten=metrics,
         )
+
+    def _heed(self, mismatch: dict[str, float]) -> None:
+        """Raises UserError where the mismatch is to stop the run: nothing of this iteration is published or saved."""
+        message = alarm(mismatch, self.config.debug)
+        if message is not None and self.config.debug.mismatch_action == "stop":
+            raise UserError(f"iteration {self.state.iteration + 1}: {message}")
+        if message is not None:
+            self.display.message(f"iteration {self.state.iteration + 1}: {message}")
+
+    def _write_mismatches(self, iteration: int, part: Part, mismatch: Mismatch) -> None:
+        """The samples on which engine and actor differ most, as further lines of samples.jsonl."""
+        for position, mean, largest in mismatch.worst(self.config.debug.worst_mismatches):
+            marks = {"worst_mismatch": True, "logp_absdiff_mean": mean, "logp_absdiff_max": largest}
+            self._write_samples(iteration, part.select(torch.tensor([position])), **marks)
 
     def _critic_warms_up(self) -> bool:
         return self.critic is not None and self.state.iteration < self.config.algorithm.critic.warmup_iterations

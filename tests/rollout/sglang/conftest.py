@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.conftest import command, recipe_dir, train  # noqa: F401  (fixtures)
+from tests.trainer.conftest import command, recipe_dir  # noqa: F401  (fixtures)
 from unirl.config import compose
 from unirl.errors import UserError
 from unirl.rollout.sglang import SGLangRolloutEngine, find_python
@@ -21,7 +21,7 @@ OVERRIDES = [
     "rollout.health_interval_s=2",
     "rollout.health_timeout_s=20",
     "rollout.timeout_s=120",
-    "rollout.start_timeout_s=240",
+    "rollout.start_timeout_s=500",
     "rollout.server_args={max_total_tokens: 4096}",
     "sync.mode=disk",
     "sync.bucket_mb=1",
@@ -73,20 +73,22 @@ def perturbed(model, scale: float = 0.3) -> list[tuple[str, torch.Tensor]]:
     return [(name, value + scale * torch.randn(value.shape, generator=noise)) for name, value in weights_of(model)]
 
 
-def long_request(num_samples: int = 48, num_tokens: int = 100) -> GenerationRequest:
-    """Three times as many samples as the server takes at once: when the first is done, others are half done."""
-    return GenerationRequest((5, 6, 7), SamplingParams(num_tokens), tuple(range(num_samples)))
+def requests_in_progress(num_samples: int = 31, num_tokens: int = 100) -> list[GenerationRequest]:
+    """A short sample, and long ones, twice as many as the server takes: when the first ends, others are half done."""
+    prompt = (5, 6, 7)
+    return [
+        GenerationRequest(prompt, SamplingParams(8), (0,)),
+        GenerationRequest(prompt, SamplingParams(num_tokens), tuple(range(1, num_samples + 1))),
+    ]
 
 
-def while_generating(
-    engine: SGLangRolloutEngine, request: GenerationRequest, act: Callable[[], None]
-) -> list[Completion]:
-    """The samples of `request`, with `act` done (in this thread) when the first of them is finished."""
+def while_generating(engine: SGLangRolloutEngine, act: Callable[[], None]) -> list[Completion]:
+    """The samples of `requests_in_progress`, with `act` done, in this thread, when the first is finished."""
     result, begun = [], threading.Event()
 
     def generate() -> None:
         try:
-            result.append(engine.generate([request], lambda finished: begun.set()))
+            result.append(engine.generate(requests_in_progress(), lambda finished: begun.set()))
         finally:
             begun.set()
 
@@ -94,6 +96,6 @@ def while_generating(
     thread.start()
     assert begun.wait(120)
     act()
-    thread.join(timeout=240)
+    thread.join(timeout=300)
     assert result, "generation failed or hangs"
-    return result[0][0]
+    return result[0][1]

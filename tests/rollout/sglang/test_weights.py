@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.rollout.conftest import reference_log_probs
-from tests.rollout.sglang.conftest import long_request, perturbed, weights_of, while_generating
+from tests.rollout.sglang.conftest import perturbed, weights_of, while_generating
 from unirl.rollout.sglang import WeightSyncError
 from unirl.types import GenerationRequest, SamplingParams
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 REQUEST = GenerationRequest(tuple(range(3, 40)), SamplingParams(24), (0, 1, 2))
 
@@ -43,7 +43,7 @@ def test_an_update_between_the_tokens_of_a_sample(published, model):
         published.update_weights(perturbed(model), before + 1)
         published.resume()
 
-    samples = while_generating(published, long_request(), update)
+    samples = while_generating(published, update)
     assert {sample.weight_versions[0] for sample in samples} == {before, before + 1}
     crossing = [sample for sample in samples if len(set(sample.weight_versions)) == 2]
     assert crossing

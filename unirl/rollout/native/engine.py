@@ -81,6 +81,10 @@ class NativeRolloutEngine:
             state[name].copy_(tensor)
         self.weight_version = version
 
+    def metrics(self) -> dict[str, float]:
+        """See `RolloutEngine.metrics`: nothing."""
+        return {}
+
     def close(self) -> None:
         """See `RolloutEngine.close`."""
         self._model = None

@@ -16,21 +16,20 @@ class BackgroundLoop:
 
     def run(self, coroutine: Coroutine) -> Any:
         """The coroutine's result. Where the wait is interrupted (Ctrl-C), it is cancelled and has ended on return."""
-        ended = threading.Event()
+        ended, tasks = threading.Event(), []
 
-        async def watched() -> Any:
-            try:
-                return await coroutine
-            finally:
-                ended.set()
+        def start() -> None:
+            tasks.append(self._loop.create_task(coroutine))
+            tasks[0].add_done_callback(lambda task: ended.set())
 
-        future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
+        self._loop.call_soon_threadsafe(start)
         try:
-            return future.result()
+            ended.wait()
         except BaseException:
-            if future.cancel():
-                ended.wait()
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            ended.wait()
             raise
+        return tasks[0].result()
 
     def close(self) -> None:
         """Stop the loop; its tasks must have ended. May be called twice."""

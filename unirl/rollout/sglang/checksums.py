@@ -5,11 +5,13 @@ and up another, of the shard of each TP rank, by SHA-256 on CPU and by a kernel 
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
 
 _VOCAB_MULTIPLE = 64
+_CPU_MLP_MULTIPLE = 32
 _PARTS = {
     "q_proj": ("qkv_proj", 0, 3),
     "k_proj": ("qkv_proj", 1, 3),
@@ -19,9 +21,7 @@ _PARTS = {
 }
 """Layer -> (layer that it is part of, its place there, number of parts)."""
 
-_SPLIT_BY_COLUMNS = ("o_proj", "down_proj")
 _VOCABULARY = ("embed_tokens", "lm_head")
-_WHOLE = ("norm", "layernorm")
 
 
 class ChecksumCollector:
@@ -34,12 +34,15 @@ class ChecksumCollector:
     def __init__(self, *, device: str, dtype: torch.dtype, tp: int, head_dim: int):
         self._hash = _hash_on_cuda if device == "cuda" else _hash_on_cpu
         self._dtype, self._tp, self._head_dim = dtype, tp, head_dim
+        self._mlp_multiple = tp * _CPU_MLP_MULTIPLE if device == "cpu" else tp
         self._waiting: dict[str, dict[int, torch.Tensor]] = {}
         self.ranks: list[dict[str, str]] = [{} for _ in range(tp)]
         """Of each TP rank: hash by the server's name, 16 hex digits."""
+        self.unknown: list[str] = []
+        """Weights that have passed whose layout in a server is not known."""
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """`weights`, hashed as they pass. Raises ValueError on one whose layout in the server is not known."""
+        """`weights`, hashed as they pass."""
         for name, tensor in weights:
             self._add(name, tensor.to(self._dtype))
             yield name, tensor
@@ -47,7 +50,11 @@ class ChecksumCollector:
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         prefix, layer, kind = _split_name(name)
         if layer not in _PARTS:
-            self._hash_shards(name, [_shard(layer, tensor, rank, self._tp, name) for rank in range(self._tp)])
+            shards = [self._shard(layer, tensor, rank) for rank in range(self._tp)]
+            if shards[0] is None:
+                self.unknown.append(name)
+            else:
+                self._hash_shards(name, shards)
             return
         fused, place, count = _PARTS[layer]
         fused_name = f"{prefix}{fused}.{kind}"
@@ -61,10 +68,22 @@ class ChecksumCollector:
 
     def _rows(self, part: torch.Tensor, rank: int, fused: str) -> torch.Tensor:
         """Rows of a rank; key-value heads are repeated where there are fewer of them than ranks."""
+        if fused == "gate_up_proj":
+            return _padded(part, self._mlp_multiple, dim=0).chunk(self._tp)[rank]
         heads = part.shape[0] // self._head_dim
-        if fused == "qkv_proj" and heads < self._tp:
+        if heads < self._tp:
             return part.unflatten(0, (heads, -1))[rank * heads // self._tp]
         return part.chunk(self._tp)[rank]
+
+    def _shard(self, layer: str, tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
+        """None where it is not known how a server stores the layer."""
+        if layer in _VOCABULARY:
+            return _padded(tensor, math.lcm(_VOCAB_MULTIPLE, self._tp), dim=0).chunk(self._tp)[rank]
+        if layer == "down_proj" and tensor.ndim == 2:
+            return _padded(tensor, self._mlp_multiple, dim=1).chunk(self._tp, dim=1)[rank]
+        if layer == "o_proj" and tensor.ndim == 2:
+            return tensor.chunk(self._tp, dim=1)[rank]
+        return tensor if layer.endswith("norm") or layer in ("down_proj", "o_proj") else None
 
     def _hash_shards(self, name: str, shards: list[torch.Tensor]) -> None:
         for rank, shard in enumerate(shards):
@@ -78,19 +97,11 @@ def _split_name(name: str) -> tuple[str, str, str]:
     return prefix + dot, layer, kind
 
 
-def _shard(layer: str, tensor: torch.Tensor, rank: int, tp: int, name: str) -> torch.Tensor:
-    if layer in _VOCABULARY:
-        missing = -len(tensor) % (_VOCAB_MULTIPLE * (tp if _VOCAB_MULTIPLE % tp else 1))
-        padded = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
-        return padded.chunk(tp)[rank]
-    if layer in _SPLIT_BY_COLUMNS and tensor.ndim == 2:
-        return tensor.chunk(tp, dim=1)[rank]
-    if layer.endswith(_WHOLE) or layer in _SPLIT_BY_COLUMNS:
-        return tensor
-    raise ValueError(
-        f"{name}: it is not known how an SGLang server stores this weight, so that no checksum can be compared; "
-        "set sync.checksum_every=0"
-    )
+def _padded(tensor: torch.Tensor, multiple: int, dim: int) -> torch.Tensor:
+    """With zeros behind, up to the multiple that the server allocates."""
+    missing = list(tensor.shape)
+    missing[dim] = -missing[dim] % multiple
+    return torch.cat([tensor, tensor.new_zeros(missing)], dim)
 
 
 def _hash_on_cpu(tensor: torch.Tensor) -> str:

@@ -22,11 +22,13 @@ leave them where they are, cache kept.
 class ServerInfo:
     """What a server says of itself.
 
-    context_length: tokens of the longest sample, prompt counted. deterministic: it takes samples' seeds.
+    context_length: tokens of the longest sample, prompt counted. max_prompt_tokens: of the longest prompt, a bit fewer.
+    device, dtype: of the weights. tp: ranks that share them. deterministic: it takes samples' seeds.
     weight_version: text that the last weight update came with; `default` before the first.
     """
 
     context_length: int
+    max_prompt_tokens: int
     device: str
     dtype: str
     deterministic: bool
@@ -55,6 +57,7 @@ class ServerControl:
         model = await self.client.get("/model_info", timeout_s=QUICK_S)
         return ServerInfo(
             context_length=models["data"][0]["max_model_len"],
+            max_prompt_tokens=server["max_req_input_len"],
             device=server["device"],
             dtype=server["dtype"],
             deterministic=server["enable_deterministic_inference"],

@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,10 +18,10 @@ from unirl.rollout.sglang.control import PauseMode, ServerControl
 from unirl.rollout.sglang.fleet import Fleet, FleetLimits
 from unirl.rollout.sglang.launch import ServerOptions
 from unirl.rollout.sglang.model import ModelFacts
-from unirl.rollout.sglang.publisher import Publisher, WeightSyncError
-from unirl.rollout.sglang.sample import Sample
+from unirl.rollout.sglang.publisher import Publisher
+from unirl.rollout.sglang.sample import Room, Sample
 from unirl.rollout.sglang.server import Server
-from unirl.rollout.sglang.transfer import WeightTransfer
+from unirl.rollout.sglang.transfer import WeightSyncError, WeightTransfer
 from unirl.types import Completion, GenerationRequest
 
 _log = logging.getLogger(__name__)
@@ -115,13 +116,10 @@ class SGLangRolloutEngine:
         self._check_open()
         if not self._weights_known:
             raise WeightSyncError("the last weight update failed, so that servers may differ: update the weights first")
-        context = min(self._model.max_positions, *(server.info.context_length for server in self._fleet.servers))
+        room = Room.of([server.info for server in self._fleet.servers], self._model.max_positions)
         for number, request in enumerate(requests):
-            self._model.check_request(number, request, context)
-        groups = [
-            [Sample(request, index, context_length=context) for index in range(len(request.seeds))]
-            for request in requests
-        ]
+            self._model.check_request(number, request, room.prompt)
+        groups = [[Sample(request, index, room) for index in range(len(request.seeds))] for request in requests]
         self._loop.run(self._complete_all(groups, on_progress or (lambda finished: None)))
         return [[sample.completion() for sample in group] for group in groups]
 
@@ -140,9 +138,11 @@ class SGLangRolloutEngine:
                 for number, group in enumerate(groups):
                     for sample in group:
                         tasks.create_task(complete(number, sample))
-        except* (UserError, RequestRefusedError) as errors:
-            error = errors.exceptions[0]
-            raise error if isinstance(error, UserError) else UserError(f"SGLang refused a sample: {error}") from error
+        except BaseExceptionGroup as failures:
+            error = failures.exceptions[0]
+            if isinstance(error, RequestRefusedError):
+                raise UserError(f"SGLang refused a sample: {error}") from error
+            raise error from None
 
     async def _complete(self, group: int, sample: Sample) -> None:
         """Ask for the sample until it is whole: again where a server was lost, with the tokens that had come."""
@@ -177,7 +177,7 @@ class SGLangRolloutEngine:
         self.weight_version = version
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the engine was made: servers restarted, samples that went on elsewhere."""
+        """See `RolloutEngine.metrics`: servers restarted, samples that went on elsewhere."""
         return {
             "rollout/server_restarts": self._fleet.num_restarts,
             "rollout/samples_resubmitted": self._num_resubmitted,
@@ -195,7 +195,7 @@ class SGLangRolloutEngine:
         """End all samples in progress; they come back as aborted, with the tokens they have."""
         self._on_all(lambda control: control.abort_all())
 
-    def _on_all(self, call) -> None:
+    def _on_all(self, call: Callable[[ServerControl], Awaitable[None]]) -> None:
         async def on_all() -> None:
             await asyncio.gather(*(call(server.control) for server in self._fleet.living()))
 
@@ -216,7 +216,7 @@ class SGLangRolloutEngine:
         """Head of each server's process tree; None for one that was not launched here."""
         return [server.pid for server in self._fleet.servers]
 
-    def run(self, coroutine):
+    def run(self, coroutine: Coroutine) -> Any:
         """Run a coroutine of `controls` to its end."""
         return self._loop.run(coroutine)
 

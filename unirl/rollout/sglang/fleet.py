@@ -1,6 +1,7 @@
 """All servers of an engine: who gets the next sample, who lives, and what becomes of the dead."""
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from unirl.errors import UserError
 from unirl.rollout.sglang.client import RequestRefusedError, ServerLostError
 from unirl.rollout.sglang.server import Server, ServerState
+from unirl.rollout.sglang.transfer import WeightSyncError
 
 _log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 60.0
@@ -39,6 +41,7 @@ class Fleet:
         self.num_restarts = 0
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task] = []
+        self._last_words: set[asyncio.Future] = set()  # held, so that they are spoken
         self._home: dict[int, Server] = {}
 
     async def start(self) -> None:
@@ -55,7 +58,9 @@ class Fleet:
             raise failure
         for server in self.servers:
             server.state = ServerState.UP
-            self._tasks.append(asyncio.create_task(self._supervise(server)))
+            task = asyncio.create_task(self._supervise(server))
+            task.add_done_callback(functools.partial(self._note_end, server))
+            self._tasks.append(task)
 
     async def close(self) -> None:
         """Stop supervision and all servers. May be called twice."""
@@ -81,8 +86,10 @@ class Fleet:
             return server
 
     async def release(self, server: Server) -> None:
+        """Give back a place that `acquire` gave."""
         server.in_flight -= 1
-        await self._notify()
+        async with self._changed:
+            self._changed.notify()  # one place, one of those who wait
 
     def forget_groups(self) -> None:
         """Groups of the next call are others, though their numbers come again."""
@@ -137,6 +144,15 @@ class Fleet:
                     server.state = ServerState.UP
             await self._notify()
 
+    def _note_end(self, server: Server, supervision: asyncio.Task) -> None:
+        """A server that nobody looks after takes no samples: else those who wait for it would wait for ever."""
+        if supervision.cancelled() or supervision.exception() is None:
+            return
+        server.failure = f"{server} could not be revived: {supervision.exception()!r}"
+        _log.error("%s", server.failure)
+        server.state = ServerState.FAILED
+        self._last_words.add(asyncio.ensure_future(self._notify()))
+
     async def _wait_for_reason_to_look(self, server: Server) -> None:
         """A report, or a time of silence; tokens that come are a sign of life that costs nothing."""
         while True:
@@ -170,7 +186,7 @@ class Fleet:
                 await server.start(self.limits.start_timeout_s)
                 if self.restore is not None:
                     await self.restore(server)
-            except (ServerLostError, RequestRefusedError) as error:
+            except (ServerLostError, RequestRefusedError, WeightSyncError) as error:
                 problem = str(error)
                 continue
             server.state = ServerState.UP

@@ -43,8 +43,9 @@ def main(lifeline_fd: int, log_path: str, command: list[str]) -> int:
         try:
             _pump(child, lifeline, _Redacted(log, os.environ.get(API_KEY_VARIABLE, "")))
         finally:
+            child.kill()
+            code = child.wait(KILL_LIMIT_S)  # first: psutil would take its exit code
             kill_family()
-    code = child.wait()
     return code if code >= 0 else 128 - code
 
 

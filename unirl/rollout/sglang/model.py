@@ -20,16 +20,16 @@ class ModelFacts:
         self.head_dim: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         self.weights = weight_shapes(folder, tied=config.get("tie_word_embeddings", False))
 
-    def check_request(self, number: int, request: GenerationRequest, context: int) -> None:
-        """Raises ValueError where a server that holds `context` tokens of a sample cannot run it.
+    def check_request(self, number: int, request: GenerationRequest, max_prompt_tokens: int) -> None:
+        """Raises ValueError where a server that takes prompts of `max_prompt_tokens` at most cannot run it.
 
         A token outside the vocabulary would end the whole server.
         """
         where, params, length = f"request {number}", request.params, len(request.prompt_ids)
-        if not 0 < length < context:
+        if not 0 < length <= max_prompt_tokens:
             raise ValueError(
-                f"{where}: the prompt has {length} tokens; expected at least 1 and fewer than {context}, the model's "
-                "positions or the servers' context length"
+                f"{where}: the prompt has {length} tokens; expected at least 1 and at most {max_prompt_tokens}, "
+                "which the model's positions and the servers' context length allow"
             )
         for what, ids in (("prompt_ids", request.prompt_ids), ("stop_token_ids", params.stop_token_ids)):
             outside = [token for token in ids if not 0 <= token < self.vocab_size]

@@ -5,17 +5,14 @@ from collections.abc import Iterable
 
 import torch
 
+from unirl.errors import UserError
 from unirl.rollout.sglang.checksums import ChecksumCollector
 from unirl.rollout.sglang.client import ServerLostError
 from unirl.rollout.sglang.fleet import Fleet
 from unirl.rollout.sglang.model import ModelFacts
 from unirl.rollout.sglang.server import Server
-from unirl.rollout.sglang.transfer import WeightTransfer
+from unirl.rollout.sglang.transfer import WeightSyncError, WeightTransfer
 from unirl.rollout.weights import checked_weights
-
-
-class WeightSyncError(Exception):
-    """Servers did not take new weights, or hold others than were sent."""
 
 
 class Publisher:
@@ -43,10 +40,17 @@ class Publisher:
         self._sums: ChecksumCollector | None = None
 
     def stage(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take up weights; ValueError where they are not the model's, and then no server sees any of them."""
+        """Take up weights. Raises ValueError where they are not the model's, and then no server sees any of them;
+        UserError where checksums are due and cannot be computed.
+        """
         self._sums = self._checksums_if_due()
         weights = checked_weights(weights, self._model.weights, f"update to version {version}")
         self._transfer.stage(self._sums.watch(weights) if self._sums else weights, version)
+        if self._sums and self._sums.unknown:
+            raise UserError(
+                f"it is not known how an SGLang server stores {', '.join(self._sums.unknown[:5])}, so that checksums "
+                "cannot be compared: set sync.checksum_every=0"
+            )
 
     def _checksums_if_due(self) -> ChecksumCollector | None:
         every = self._checksum_every

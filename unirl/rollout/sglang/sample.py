@@ -1,9 +1,12 @@
 """One sample on its way: what is asked for it, and what has come so far, whichever servers it came from."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from unirl.rollout.sglang.client import RequestRefusedError
+from unirl.rollout.sglang.control import ServerInfo
 from unirl.types import Completion, GenerationRequest, SampleStatus
 
 STREAM_TOKENS = 16
@@ -13,6 +16,21 @@ _SEEDS = 2**63
 _FIRST_VERSION = "default"
 
 
+@dataclass(frozen=True)
+class Room:
+    """Tokens that every server takes: `whole` in a sample, `prompt` of them in what is sent."""
+
+    whole: int
+    prompt: int
+
+    @staticmethod
+    def of(servers: Sequence[ServerInfo], max_positions: int) -> "Room":
+        return Room(
+            whole=min(max_positions, *(server.context_length for server in servers)),
+            prompt=min(max_positions - 1, *(server.max_prompt_tokens for server in servers)),
+        )
+
+
 class Sample:
     """Collects the tokens of one sample, number `seed_index` of `request`.
 
@@ -20,10 +38,11 @@ class Sample:
     token's noise depends on the seed and the token's position, so that the parts fit together.
     """
 
-    def __init__(self, request: GenerationRequest, seed_index: int, *, context_length: int):
+    def __init__(self, request: GenerationRequest, seed_index: int, room: Room):
         self.request = request
         self.seed = request.seeds[seed_index] % _SEEDS
-        self.limit = min(request.params.max_new_tokens, context_length - len(request.prompt_ids))
+        self.limit = min(request.params.max_new_tokens, room.whole - len(request.prompt_ids))
+        self._room = room
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
         self.weight_versions: list[int] = []
@@ -72,10 +91,14 @@ class Sample:
             self._finish(reason["type"])
 
     def close_if_complete(self) -> None:
-        """Note that nothing is missing, where the server was lost between the last token and the word that it was."""
+        """Note that nothing is missing, where the server was lost between the last token and the word that it was; or
+        that there is no room to ask for more.
+        """
         if self.token_ids and self.token_ids[-1] in self.request.params.stop_token_ids:
             self.status = SampleStatus.COMPLETED
-        elif len(self.token_ids) >= self.limit:
+        elif (
+            len(self.token_ids) >= self.limit or len(self.request.prompt_ids) + len(self.token_ids) > self._room.prompt
+        ):
             self.status = SampleStatus.TRUNCATED
 
     def _finish(self, kind: str) -> None:

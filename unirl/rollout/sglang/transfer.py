@@ -5,7 +5,12 @@ from typing import Protocol
 
 import torch
 
+from unirl.errors import UserError
 from unirl.rollout.sglang.control import ServerControl
+
+
+class WeightSyncError(UserError):
+    """Servers did not take new weights, or hold others than were sent."""
 
 
 class WeightTransfer(Protocol):
