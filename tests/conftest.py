@@ -1,6 +1,8 @@
 """What every test shares: quiet numerics, and a full run where one is asked for."""
 
+import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 _left_out: list[str] = []
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(tmp_path_factory) -> Path:
+    """The pretrained model as a Hugging Face folder, not to be changed; 20 s."""
+    from unirl.demo import smollm2
+
+    if not all(importlib.util.find_spec(name) for name in smollm2.PACKAGES):
+        pytest.skip(f"needs the packages {', '.join(smollm2.PACKAGES)}")
+    path = tmp_path_factory.mktemp("models") / "smollm2"
+    smollm2.export(str(path))
+    return path
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

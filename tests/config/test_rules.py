@@ -22,7 +22,11 @@ BROKEN = {
         "parallel.tp",
         "tp*cp = 3*2 = 6 does not divide the 8 devices of a node",
     ),
-    "experts_divide": (["num_devices=4", "parallel.ep=3"], "parallel.ep", "dp*cp = 4*1 = 4; use parallel.ep=2 or 4"),
+    "experts_divide": (
+        ["num_devices=4", "parallel.ep=3"],
+        "parallel.ep",
+        "= 1*1*4 = 4; use parallel.ep=2 or 4",
+    ),
     "chunks_divide": (["parallel.vpp=2"], "parallel.vpp", "set parallel.pp > 1"),
     "offload_is_distributed": (
         ["optimizer.cpu_offload=true"],

@@ -1,7 +1,5 @@
 """SmolLM2 from the Python package that carries it to a Hugging Face folder."""
 
-import importlib.util
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -12,9 +10,6 @@ from unirl.data.tokenizer import load_tokenizer, stop_token_ids
 from unirl.demo import smollm2
 from unirl.errors import UserError
 
-HERE = all(importlib.util.find_spec(name) for name in smollm2.PACKAGES)
-needs_llm = pytest.mark.skipif(not HERE, reason=f"needs the packages {', '.join(smollm2.PACKAGES)}")
-
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(smollm2, "PACKAGES", ("gguf_of_another_world",))
@@ -22,16 +17,9 @@ def test_a_missing_package_is_named(monkeypatch):
         smollm2.export("anywhere")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "smollm2"
-    smollm2.export(str(path))
-    return path
-
-
 @pytest.mark.llm
-@needs_llm
-def test_the_folder_answers_like_the_original(folder):
+def test_the_folder_answers_like_the_original(smollm2_folder):
+    folder = smollm2_folder
     file = smollm2.find_gguf()
     original = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer = load_tokenizer(str(folder))
@@ -56,8 +44,8 @@ def test_the_folder_answers_like_the_original(folder):
 
 
 @pytest.mark.llm
-@needs_llm
-def test_the_recipe_holds_out_problems_and_its_example_is_none_of_them(folder):
+def test_the_recipe_holds_out_problems_and_its_example_is_none_of_them(smollm2_folder):
+    folder = smollm2_folder
     config = compose("ar/smollm2_135m_chain_sum_cpu", [f"model.path={folder}"], purpose="plan")
     tokenizer = load_tokenizer(config.model.path)
     splits = [load_prompts(config.data, tokenizer, split=split) for split in ("train", "heldout")]

@@ -29,7 +29,7 @@ def make_stack(make_folder, make_actor, make_critic):  # noqa: F811
 
 
 def weights(model) -> list[torch.Tensor]:
-    return [tensor for _, tensor in iterate_weights([model.model])]
+    return [tensor for _, tensor in iterate_weights(model.chunks)]
 
 
 def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

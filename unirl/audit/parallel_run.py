@@ -60,8 +60,11 @@ class Outcome:
 def train_layout(
     cases: Sequence[ParallelCase], parallel: ParallelConfig, num_ranks: int, *, timeout_s: float = 300.0
 ) -> list[Outcome]:
-    """The outcome of each case under `parallel` on `num_ranks` processes; in this one where that is 1."""
-    if num_ranks == 1:
+    """The outcome of each case under `parallel` on `num_ranks` processes, on the CPU.
+
+    One rank runs in this process, unless that would take its GPU.
+    """
+    if num_ranks == 1 and not torch.cuda.is_available():
         by_rank = [_train_cases(cases, parallel)]
     else:
         by_rank = run_ranks(_train_cases, num_ranks, cases, parallel, timeout_s=timeout_s)

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tests.train.conftest import make_part
+from unirl.cluster.spawn import run_ranks
 from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, StackConfig
 from unirl.train.megatron.actor import MegatronActor
 from unirl.train.packing import MicroBatch, plan_micro_batches
@@ -33,7 +34,7 @@ _EXPERTS = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_int
 FAMILIES = {
     "qwen3-tied": lambda: Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=True),
     "qwen3-untied": lambda: Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=False),
-    "qwen2-tied": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True, rms_norm_eps=1e-5),
+    "qwen2-tied": lambda: Qwen2Config(**_SIZES | {"num_hidden_layers": 4}, tie_word_embeddings=True, rms_norm_eps=1e-5),
     "llama3-untied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3_ROPE),
     "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=True),
     "qwen3-moe-not-normalized": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=False),
@@ -78,8 +79,13 @@ def reference_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return gradients
 
 
-def make_batches(*, token_budget: int = 10_000, share_prompts: bool = False, seed: int = 0) -> list[MicroBatch]:
-    """Eleven uneven samples in five groups, one prompt of a single token, responses of 1 to 12 tokens."""
+def make_batches(
+    *, token_budget: int = 10_000, share_prompts: bool = False, seed: int = 0, **shape: int
+) -> list[MicroBatch]:
+    """Eleven uneven samples in five groups, one prompt of a single token, responses of 1 to 12 tokens.
+
+    shape: fields of `ParallelShape`.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def ids(count: int) -> list[int]:
@@ -87,7 +93,8 @@ def make_batches(*, token_budget: int = 10_000, share_prompts: bool = False, see
 
     shapes = [(5, (3, 7, 1)), (1, (12,)), (9, (4, 4, 4, 2)), (3, (6,)), (20, (8, 9))]
     part = make_part([(ids(prompt), [ids(count) for count in counts]) for prompt, counts in shapes], seed=seed)
-    return plan_micro_batches(part, torch.arange(len(part)), token_budget=token_budget, share_prompts=share_prompts)
+    samples = torch.arange(len(part))
+    return plan_micro_batches(part, samples, token_budget=token_budget, share_prompts=share_prompts, **shape)
 
 
 def sample_tokens(batch: MicroBatch) -> list[tuple[torch.Tensor, int]]:
@@ -124,6 +131,19 @@ def assert_gradients_close(found: dict[str, torch.Tensor], expected: dict[str, t
     for name, gradient in expected.items():
         difference = (found[name] - gradient).abs().max() / gradient.abs().max()
         assert difference <= tolerance, f"{name}: {difference:.2e}"
+
+
+@pytest.fixture(scope="session")
+def ran_layouts(tmp_path_factory):
+    """(folders by family, where folders were exported to, by rank what `layouts.on_every_rank` returned)"""
+    from tests.train.megatron import layouts
+
+    root = tmp_path_factory.mktemp("layouts")
+    folders = {family: root / family for family, _ in layouts.CASES.values()}
+    for family, folder in folders.items():
+        make_reference(family).save_pretrained(folder)
+    ranks = run_ranks(layouts.on_every_rank, layouts.RANKS, folders, root / "out", timeout_s=300)
+    return folders, root / "out", ranks
 
 
 @pytest.fixture

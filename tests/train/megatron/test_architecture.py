@@ -16,7 +16,7 @@ from unirl.train.megatron.architecture import check_layout, read_architecture
         ("qwen3-tied", "attention_dropout", 0.1),
         ("qwen3-tied", "attention_bias", True),
         ("qwen2-tied", "use_sliding_window", True),
-        ("qwen2-tied", "layer_types", ["full_attention", "sliding_attention"]),
+        ("qwen3-tied", "layer_types", ["full_attention", "sliding_attention"]),
         ("llama3-untied", "mlp_bias", True),
         ("llama3-untied", "quantization_config", {"quant_method": "fp8"}),
     ],

@@ -133,5 +133,5 @@ def test_it_learns_and_two_and_two_steps_are_four_steps(tmp_path, make_folder, m
     assert after == train(resumed, 2)
     assert after[-1] < before[0]
     assert torch.equal(head.weight, resumed.model.value_head.weight)
-    pairs = zip(iterate_weights([critic.model]), iterate_weights([resumed.model]), strict=True)
+    pairs = zip(iterate_weights(critic.chunks), iterate_weights(resumed.chunks), strict=True)
     assert all(torch.equal(weight, other) for (_, weight), (_, other) in pairs)

@@ -12,7 +12,7 @@ from unirl.errors import UserError
 from unirl.train.megatron import model as model_module
 from unirl.train.megatron.hf_folder import SINGLE, resolve_folder
 from unirl.train.megatron.model import padded_vocab_size
-from unirl.train.megatron.weights import export_hf
+from unirl.train.megatron.weights import export_hf, global_name, global_parameters
 
 
 def stored_names(folder):
@@ -83,7 +83,7 @@ def test_export_to_a_folder_that_exists_is_refused(tmp_path, make_folder, make_a
 def test_shards_are_written_and_read(tmp_path, make_folder, make_actor):
     folder, _ = make_folder("llama3-untied")
     actor = make_actor(folder)
-    export_hf([actor.model], folder, tmp_path / "sharded", max_shard_bytes=20_000)
+    export_hf(actor.chunks, folder, tmp_path / "sharded", max_shard_bytes=20_000)
     assert len(list((tmp_path / "sharded").glob("model-*-of-*.safetensors"))) > 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "sharded")
     again = dict(make_actor(tmp_path / "sharded").export_weights())
@@ -159,3 +159,8 @@ def test_a_folder_without_safetensors_is_an_error(make_folder, make_actor):
 def test_a_folder_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(UserError, match=r"model\.path: there is no folder"):
         resolve_folder(str(tmp_path / "nowhere"))
+
+
+def test_names_of_grouped_experts(make_folder, make_actor):
+    model = make_actor(make_folder("qwen3-moe")[0]).model
+    assert global_name(model, "decoder.layers.1.mlp.experts.linear_fc2.weight5") in global_parameters([model])

@@ -82,13 +82,14 @@ def model_divides(config: TrainConfig) -> str | None:
 
 @rule("parallel.ep", "num_devices", *_SIZES)
 def experts_divide(config: TrainConfig) -> str | None:
-    """dp * cp is a multiple of ep."""
+    """The ranks of a pipeline stage, tp * cp * dp, are a multiple of ep."""
     dp, rest = divmod(trainer_devices(config), model_devices(config))
-    ep, cp = config.parallel.ep, config.parallel.cp
-    if rest or dp * cp % ep == 0:
+    ep, tp, cp = config.parallel.ep, config.parallel.tp, config.parallel.cp
+    ranks = tp * cp * dp
+    if rest or ranks % ep == 0:
         return None
-    valid = neighbours(ep, [count for count in range(1, dp * cp + 1) if dp * cp % count == 0])
-    return f"ep={ep} does not divide dp*cp = {dp}*{cp} = {dp * cp}; use {_either('parallel.ep', valid)}"
+    valid = neighbours(ep, [count for count in range(1, ranks + 1) if ranks % count == 0])
+    return f"ep={ep} does not divide tp*cp*dp = {tp}*{cp}*{dp} = {ranks}; use {_either('parallel.ep', valid)}"
 
 
 @rule("parallel.sequence_parallel", "parallel.tp")

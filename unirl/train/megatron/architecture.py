@@ -119,6 +119,8 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
     split_by_tp = {"attention heads": architecture.num_heads, "key-value heads": architecture.num_kv_heads}
     if architecture.moe is None:
         split_by_tp["columns of the MLP"] = architecture.ffn_hidden_size
+    elif parallel.ep == 1:
+        split_by_tp["columns of an expert"] = architecture.moe.ffn_hidden_size
     _check_divides("tp", parallel.tp, split_by_tp)
     _check_divides("pp", parallel.pp, {"layers": architecture.num_layers})
     if parallel.vpp is not None:

@@ -86,7 +86,7 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        **moe_options(architecture.moe, transformer_engine=has_transformer_engine()),
+        **moe_options(architecture.moe, parallel, transformer_engine=has_transformer_engine()),
         **_RECOMPUTE[recompute],
     )
 

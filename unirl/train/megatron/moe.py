@@ -1,7 +1,6 @@
 """Mixture of experts: Megatron's config of it and the layer spec of its MLP, with and without Transformer Engine.
 
-Routing is that of Hugging Face (`norm_topk_prob` or not), without auxiliary loss, capacity or dropped tokens. Experts
-are spread over expert-parallel ranks whole: their tensor-parallel size is 1.
+Routing is that of Hugging Face (`norm_topk_prob` or not), without auxiliary loss, capacity or dropped tokens.
 """
 
 from typing import Any
@@ -14,10 +13,13 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from unirl.config.schema import ParallelConfig
 from unirl.train.megatron.architecture import MixtureOfExperts
 
-EXPERT_TP = 1
-"""Tensor-parallel size of the experts, also for Megatron's parallel state."""
+
+def expert_tp(parallel: ParallelConfig) -> int:
+    """Tensor-parallel size of the experts: whole experts on each expert-parallel rank, else cut as the rest is."""
+    return 1 if parallel.ep > 1 else parallel.tp
 
 
 class Router(TopKRouter):
@@ -30,7 +32,7 @@ class Router(TopKRouter):
         return F.linear(input, self.weight)
 
 
-def moe_options(moe: MixtureOfExperts | None, *, transformer_engine: bool) -> dict[str, Any]:
+def moe_options(moe: MixtureOfExperts | None, parallel: ParallelConfig, *, transformer_engine: bool) -> dict[str, Any]:
     """Fields of Megatron's TransformerConfig; none for a dense model."""
     if moe is None:
         return {}
@@ -41,7 +43,7 @@ def moe_options(moe: MixtureOfExperts | None, *, transformer_engine: bool) -> di
         # Softmax over all experts and then the choice, or, the same as normalising the chosen, softmax over the chosen.
         "moe_router_pre_softmax": not moe.normalized,
         "moe_router_load_balancing_type": "none",
-        "expert_tensor_parallel_size": EXPERT_TP,
+        "expert_tensor_parallel_size": expert_tp(parallel),
         "moe_grouped_gemm": transformer_engine,
         "moe_permute_fusion": transformer_engine,
     }

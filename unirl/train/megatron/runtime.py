@@ -9,7 +9,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from unirl.config.schema import ParallelConfig
 from unirl.errors import UserError
-from unirl.train.megatron.moe import EXPERT_TP
+from unirl.train.megatron.moe import expert_tp
 from unirl.train.megatron.platform import choose_device, deterministic_algorithms, install_cpu_platform
 
 
@@ -17,15 +17,15 @@ class ParallelRuntime(AbstractContextManager):
     """Holds the groups of one layout; actors of one process share them, the last one to close takes them down.
 
     Ranks are laid out as Megatron does by default: tensor parallel varies fastest, then context, data, and last
-    pipeline parallel. Expert-parallel groups lie within context and data parallel.
+    pipeline parallel. Expert-parallel groups are of successive ranks of a stage, whatever they are otherwise.
     """
 
     _holders = 0
     _on_close: ExitStack
 
     def __init__(self, parallel: ParallelConfig, *, seed: int):
-        """Uses the default process group, on CPU where it is one of gloo; without one, makes one of this process alone,
-        without a network.
+        """Uses the default process group, on CPU where it is gloo alone, else on the CUDA device that is current;
+        without one, makes one of this process alone, without a network.
 
         Raises UserError where a launcher started several processes that have no group, or their number does not fit
         the parallel sizes; RuntimeError where this process already hosts an actor of another layout.
@@ -62,7 +62,7 @@ class ParallelRuntime(AbstractContextManager):
                 virtual_pipeline_model_parallel_size=parallel.vpp,
                 context_parallel_size=parallel.cp,
                 expert_model_parallel_size=parallel.ep,
-                expert_tensor_parallel_size=EXPERT_TP,
+                expert_tensor_parallel_size=expert_tp(parallel),
                 distributed_timeout_minutes=parallel.timeout_s / 60,
                 create_gloo_process_groups=False,
             )
@@ -118,11 +118,9 @@ def _check_world_size(parallel: ParallelConfig) -> None:
             f"parallel.tp * parallel.pp * parallel.cp = {parallel.tp} * {parallel.pp} * {parallel.cp} = {unit} does "
             f"not divide the {found} process(es) of this group: start a multiple of {unit} (num_devices)"
         )
-    dp = found // unit
-    if dp * parallel.cp % parallel.ep:
+    if found // parallel.pp % parallel.ep:
         raise UserError(
-            f"parallel.ep={parallel.ep} does not divide dp * cp = {dp} * {parallel.cp}: expert-parallel groups lie "
-            "within data and context parallel"
+            f"parallel.ep={parallel.ep} does not divide the {found // parallel.pp} process(es) of a pipeline stage"
         )
 
 

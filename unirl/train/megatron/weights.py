@@ -23,12 +23,8 @@ is given the tensors of its own stage."""
 _NOT_IN_HF = "value_head."
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")
-_TE_NAMES = (
-    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
-    (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
-    (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r"mlp.experts.local_experts.\2.\1.weight"),
-)
-"""Transformer Engine fuses norms and experts: its parameters are the same under other names."""
+_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+"""Of experts in one grouped matrix product: the weight of expert 3 is called weight3."""
 
 
 def load_weights(chunks: Sequence[PackedModel], folder: Path) -> None:
@@ -114,9 +110,8 @@ def global_parameters(chunks: Sequence[PackedModel]) -> dict[str, torch.nn.Param
 
 
 def global_name(chunk: PackedModel, name: str) -> str:
-    """The name in a model of one rank without Transformer Engine: layers and experts counted over all ranks."""
-    for pattern, ours in _TE_NAMES:
-        name = pattern.sub(ours, name)
+    """The name in a model of one rank, without Transformer Engine: layers and experts counted over all ranks."""
+    name = _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
 
     def layer(found: re.Match) -> str:
         return str(chunk.decoder.layers[int(found[0])].layer_number - 1)
