@@ -1,6 +1,6 @@
 """What is compared: by kernel, the ways to get a loss, and from it the gradient, out of logits or of hidden states."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,8 @@ class Batch:
 
     @staticmethod
     def random(rows: int, vocab: int, dtype: torch.dtype, with_head: bool) -> "Batch":
-        generator = torch.Generator().manual_seed(1)
+        """On torch's default device."""
+        generator = torch.Generator(torch.get_default_device()).manual_seed(1)
         return Batch(
             targets=torch.randint(vocab, (rows,), generator=generator),
             old_logp=-12 + torch.randn(rows, generator=generator),
@@ -49,27 +50,28 @@ def eager_log_probs(logits: Tensor, targets: Tensor, with_entropy: bool) -> tupl
     return logp, -(logp_all.exp() * logp_all).sum(1) if with_entropy else None
 
 
-def candidates(kernel: str, with_compile: bool) -> dict[str, Candidate]:
-    """By name; `eager` is what the others are compared with."""
-    return {
+def candidates(kernel: str, with_compile: bool, backends: Sequence[str] = ("reference", "cpu")) -> dict[str, Candidate]:
+    """By name; `eager` is what the others are compared with. backends: ours that take part, under their own names."""
+    make = {
         "token_logprob": _token_logprob,
         "fused_policy_loss": _policy_loss,
         "linear_token_logprob": _linear_token_logprob,
-    }[kernel](torch.compile(eager_log_probs, dynamic=False) if with_compile else None)
+    }[kernel]
+    return make(backends, torch.compile(eager_log_probs, dynamic=False) if with_compile else None)
 
 
 KERNELS = ("token_logprob", "fused_policy_loss", "linear_token_logprob")
 
 
-def _token_logprob(compiled: Callable | None) -> dict[str, Candidate]:
+def _token_logprob(backends: Sequence[str], compiled: Callable | None) -> dict[str, Candidate]:
     def summed(log_probs: Callable) -> Candidate:
         return lambda logits, batch, with_entropy: _sum(*log_probs(logits, batch.targets, with_entropy))
 
-    found = {"eager": summed(eager_log_probs), "reference": summed(_kernel("reference")), "cpu": summed(_kernel("cpu"))}
+    found = {"eager": summed(eager_log_probs)} | {name: summed(_kernel(name)) for name in backends}
     return found | ({} if compiled is None else {"compile": summed(compiled)})
 
 
-def _policy_loss(compiled: Callable | None) -> dict[str, Candidate]:
+def _policy_loss(backends: Sequence[str], compiled: Callable | None) -> dict[str, Candidate]:
     """`two kernels`: token_logprob, the loss in torch, and autograd between them."""
 
     def separate(log_probs: Callable) -> Candidate:
@@ -81,7 +83,7 @@ def _policy_loss(compiled: Callable | None) -> dict[str, Candidate]:
                 old_logp=batch.old_logp,
                 advantages=batch.advantages,
                 loss_mask=batch.loss_mask,
-                cu_seqlens=torch.tensor([0, logp.numel()]),
+                cu_seqlens=torch.tensor([0, logp.numel()], device=logp.device),
             ).loss
             return loss - ENTROPY_COEF * entropy.mean() if with_entropy else loss
 
@@ -104,16 +106,14 @@ def _policy_loss(compiled: Callable | None) -> dict[str, Candidate]:
 
         return run
 
-    found = {
-        "eager": separate(eager_log_probs),
-        "reference": fused("reference"),
-        "cpu, two kernels": separate(_kernel("cpu")),
-        "cpu": fused("cpu"),
-    }
+    found = {"eager": separate(eager_log_probs)}
+    for name in backends:
+        found |= {} if name == "reference" else {f"{name}, two kernels": separate(_kernel(name))}
+        found[name] = fused(name)
     return found | ({} if compiled is None else {"compile": separate(compiled)})
 
 
-def _linear_token_logprob(compiled: Callable | None) -> dict[str, Candidate]:
+def _linear_token_logprob(backends: Sequence[str], compiled: Callable | None) -> dict[str, Candidate]:
     """Eager and `two kernels` hold all the logits, and the product with the head makes them."""
 
     def whole(log_probs: Callable) -> Candidate:
@@ -126,8 +126,10 @@ def _linear_token_logprob(compiled: Callable | None) -> dict[str, Candidate]:
 
         return run
 
-    found = {"eager": whole(eager_log_probs), "reference": chunked("reference")}
-    found |= {"cpu, two kernels": whole(_kernel("cpu")), "cpu": chunked("cpu")}
+    found = {"eager": whole(eager_log_probs)}
+    for name in backends:
+        found |= {} if name == "reference" else {f"{name}, two kernels": whole(_kernel(name))}
+        found[name] = chunked(name)
     return found | ({} if compiled is None else {"compile": whole(compiled)})
 
 

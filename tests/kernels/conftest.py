@@ -1,6 +1,11 @@
-"""`backend`: every back-end, and the C++ one at every instruction set that this machine has."""
+"""`backend`: every back-end, and the C++ one at every instruction set that this machine has.
+
+UNIRL_TEST_BACKENDS=triton runs the same tests with another choice, UNIRL_TEST_DEVICE=cuda with all tensors on the GPU:
+test_triton_interpreter.py and test_triton_gpu.py do.
+"""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,7 +21,13 @@ def _levels() -> tuple[str, ...]:
     return LEVELS[: LEVELS.index(cpu.isa()) + 1]
 
 
-@pytest.fixture(params=["reference", *(f"cpu-{level}" for level in _levels())])
+def _backends() -> list[str]:
+    if chosen := os.environ.get("UNIRL_TEST_BACKENDS"):
+        return chosen.split(",")
+    return ["reference", *(f"cpu-{level}" for level in _levels())]
+
+
+@pytest.fixture(params=_backends())
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name, _, level = request.param.partition("-")
     if level:
@@ -26,5 +37,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed() -> Iterator[None]:
     torch.manual_seed(0)
+    with torch.device(os.environ.get("UNIRL_TEST_DEVICE", "cpu")):
+        yield

@@ -1,9 +1,13 @@
 """The oracle: log_softmax, gather and torch's own autograd over the whole vocabulary, in float64."""
 
+import os
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+# Triton's interpreter truncates where every device rounds to the nearest.
+BFLOAT16_ERROR = 2.0**-7 if os.environ.get("TRITON_INTERPRET") == "1" else 2.0**-8
 
 
 class Dense(NamedTuple):
@@ -32,6 +36,6 @@ def assert_values(found: Tensor, expected: Tensor) -> None:
 def assert_gradient(found: Tensor, expected: Tensor) -> None:
     """float32: 1e-6 of the row's largest entry; bfloat16: also one rounding of the entry itself."""
     scale = expected.abs().amax(1, keepdim=True) + 1.0 if expected.numel() else expected
-    rounding = 2.0**-8 * expected.abs() if found.dtype == torch.bfloat16 else 0.0
+    rounding = BFLOAT16_ERROR * expected.abs() if found.dtype == torch.bfloat16 else 0.0
     error = (found.double() - expected).abs()
     assert (error <= 1e-6 * scale + rounding).all(), f"off by {error.max():.2e}"

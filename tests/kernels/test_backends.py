@@ -23,7 +23,9 @@ def test_environment_and_argument(monkeypatch):
     assert backends.choose_backend("auto", LOGITS) is reference
     assert backends.choose_backend("cpu", LOGITS) is cpu
     monkeypatch.setenv("UNIRL_KERNEL_BACKEND", "cpus")
-    with pytest.raises(ValueError, match=r"'cpus': expected auto or one of reference, cpu .*UNIRL_KERNEL_BACKEND"):
+    with pytest.raises(
+        ValueError, match=r"'cpus': expected auto or one of reference, cpu, triton .*UNIRL_KERNEL_BACKEND"
+    ):
         backends.choose_backend("auto", LOGITS)
 
 
@@ -36,7 +38,7 @@ def test_a_named_backend_never_gives_way():
 
 def test_without_the_extension(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu, "_LIBRARY", tmp_path / "none.so")
-    monkeypatch.setattr(backends, "_warned", False)
+    monkeypatch.setattr(backends, "_warned", set())
     cpu.is_built.cache_clear()
     try:
         with pytest.warns(UserWarning, match="build_ext --inplace"):

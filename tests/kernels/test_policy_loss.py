@@ -134,7 +134,7 @@ def test_rows_that_take_no_part_are_not_read(backend, dtype):
 def test_rows_without_a_slope_are_zeros(backend):
     """Advantage 0, rejected (weight 0) or clipped: reported like any other row, and without gradient."""
     logits, targets = rows_of(3, 300, 300)
-    logp, _ = token_logprob(logits, targets)
+    logp, _ = token_logprob(logits, targets, backend=backend)
     inputs = {
         "old_logp": logp - torch.tensor([0.0, 0.0, 1.0]),  # the last ratio is e
         "advantages": torch.tensor([0.0, 1.0, 1.0]),

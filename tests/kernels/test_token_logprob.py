@@ -69,7 +69,8 @@ def difficult_rows() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, targets
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+# at the last one, log2(e), log2(e) / temperature is 1 exactly
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3, 1.4426950408889634])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_and_infinite_logits(backend, dtype, temperature):
     logits, targets = difficult_rows()
@@ -172,7 +173,7 @@ def test_a_row_does_not_depend_on_its_batch_nor_on_the_entropy(backend):
     logits, targets = torch.randn(8, 4099), torch.randint(4099, (8,))
     whole, _ = token_logprob(logits, targets, temperature=0.6, with_entropy=True, backend=backend)
     rows = [token_logprob(logits[i : i + 1], targets[i : i + 1], temperature=0.6, backend=backend)[0] for i in range(8)]
-    if backend == "cpu":
+    if backend in ("cpu", "triton"):
         assert torch.equal(whole, torch.cat(rows))
     else:  # torch's own reductions may differ in the last place with the shape
         torch.testing.assert_close(whole, torch.cat(rows), rtol=2e-7, atol=0)

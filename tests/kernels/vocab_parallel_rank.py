@@ -1,5 +1,6 @@
 """One rank of the vocabulary-parallel tests: runs every case against the dense oracle and reports what it found."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -44,6 +45,8 @@ def _cases() -> list[Case]:
         (torch.bfloat16, "cpu"),
         (torch.bfloat16, "reference"),
     ]
+    if chosen := os.environ.get("UNIRL_TEST_BACKENDS"):
+        kinds = [(torch.float32, backend) for backend in chosen.split(",")]
     cases = []
     for dtype, backend in kinds:
         cases += [

@@ -57,18 +57,21 @@ class Outcome:
     weights: dict[str, torch.Tensor]
 
 
-def train_layout(
-    cases: Sequence[ParallelCase], parallel: ParallelConfig, num_ranks: int, *, timeout_s: float = 300.0
-) -> list[Outcome]:
-    """The outcome of each case under `parallel` on `num_ranks` processes, on the CPU.
+Job = tuple[ParallelCase, ParallelConfig]
+"""What to train, and under which layout."""
 
-    One rank runs in this process, unless that would take its GPU.
+
+def train_jobs(jobs: Sequence[Job], num_ranks: int, *, timeout_s: float = 300.0) -> list[Outcome]:
+    """The outcome of each job, one after the other, on `num_ranks` processes, on the CPU.
+
+    One rank runs in this process, unless that would take its GPU. Raises RankError where a rank fails or all is not
+    done after `timeout_s` seconds, RuntimeError where ranks that must have the same bits have not.
     """
     if num_ranks == 1 and not torch.cuda.is_available():
-        by_rank = [_train_cases(cases, parallel)]
+        by_rank = [_train_jobs(jobs)]
     else:
-        by_rank = run_ranks(_train_cases, num_ranks, cases, parallel, timeout_s=timeout_s)
-    return [_merge(case, ranks) for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True)]
+        by_rank = run_ranks(_train_jobs, num_ranks, jobs, timeout_s=timeout_s)
+    return [_merge(case, ranks) for (case, _), ranks in zip(jobs, zip(*by_rank, strict=True), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,8 @@ class _RankOutcome:
     weights: dict[str, torch.Tensor]
 
 
-def _train_cases(cases: Sequence[ParallelCase], parallel: ParallelConfig) -> list[_RankOutcome]:
-    return [_train(case, parallel) for case in cases]
+def _train_jobs(jobs: Sequence[Job]) -> list[_RankOutcome]:
+    return [_train(case, parallel) for case, parallel in jobs]
 
 
 def _train(case: ParallelCase, parallel: ParallelConfig) -> _RankOutcome:

@@ -1,5 +1,7 @@
 """Which back-end computes a call: by device and dtype, unless the caller or the environment names one."""
 
+import importlib
+import importlib.util
 import os
 import warnings
 from types import ModuleType
@@ -10,8 +12,9 @@ from torch import Tensor
 from unirl.kernels import cpu, reference
 
 BACKEND_VARIABLE = "UNIRL_KERNEL_BACKEND"
-_BACKENDS: dict[str, ModuleType] = {"reference": reference, "cpu": cpu}
-_warned = False
+_BACKENDS = {"reference": "unirl.kernels.reference", "cpu": "unirl.kernels.cpu", "triton": "unirl.kernels.triton"}
+_NO_TRITON = "triton is not installed; pip install --no-deps triton==3.7.1 (it pairs with torch 2.13)"
+_warned: set[str] = set()
 
 
 class BackendUnavailable(RuntimeError):
@@ -20,7 +23,7 @@ class BackendUnavailable(RuntimeError):
 
 def available_backends() -> list[str]:
     """Names of the back-ends that can run here."""
-    return [name for name in _BACKENDS if name != "cpu" or cpu.is_built()]
+    return [name for name in _BACKENDS if _obstacle(name) is None]
 
 
 def choose_backend(name: str, logits: Tensor) -> ModuleType:
@@ -37,22 +40,41 @@ def choose_backend(name: str, logits: Tensor) -> ModuleType:
             f"unknown kernel back-end {name!r}: expected auto or one of {', '.join(_BACKENDS)} "
             f"(argument `backend`, or the environment variable {BACKEND_VARIABLE})"
         )
-    if name == "cpu" and not cpu.is_built():
-        raise BackendUnavailable(f"back-end cpu: {cpu.HOW_TO_BUILD}")
-    if not _BACKENDS[name].supports(logits):
+    if obstacle := _obstacle(name):
+        raise BackendUnavailable(f"back-end {name}: {obstacle}")
+    backend = _module(name)
+    if not backend.supports(logits):
         raise BackendUnavailable(
             f"back-end {name} cannot take {logits.dtype} logits on {logits.device.type}: use backend='reference'"
         )
-    return _BACKENDS[name]
+    return backend
+
+
+def _obstacle(name: str) -> str | None:
+    """Why a back-end cannot run on this machine at all; None if it can."""
+    if name == "cpu" and not cpu.is_built():
+        return cpu.HOW_TO_BUILD
+    if name == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return _NO_TRITON
+        if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+            return "it needs a CUDA device, or TRITON_INTERPRET=1 from the start for Triton's interpreter (slow)"
+    return None
+
+
+def _module(name: str) -> ModuleType:
+    """Imported when it is first needed: triton takes its time."""
+    return importlib.import_module(_BACKENDS[name])
 
 
 def _best(logits: Tensor) -> ModuleType:
-    if logits.device.type != "cpu" or logits.dtype == torch.float64 or not cpu.supports(logits):
+    name = {"cpu": "cpu", "cuda": "triton"}.get(logits.device.type)
+    if name is None or logits.dtype not in (torch.float32, torch.bfloat16):
         return reference
-    if cpu.is_built():
-        return cpu
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(f"token kernels run in plain torch, slowly: {cpu.HOW_TO_BUILD}", stacklevel=4)
+    obstacle = _obstacle(name)
+    if obstacle is None:
+        return _module(name)
+    if name not in _warned:
+        _warned.add(name)
+        warnings.warn(f"token kernels run in plain torch, slowly: {obstacle}", stacklevel=4)
     return reference

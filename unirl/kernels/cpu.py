@@ -10,8 +10,22 @@ import torch
 from torch import Tensor
 
 from unirl.kernels.loss_spec import LossSpec
-from unirl.kernels.records import RowSoftmax, record_width
+from unirl.kernels.records import RowSoftmax, combine, record_width
+from unirl.kernels.reference import scale_gradient
 from unirl.kernels.token_losses import TokenLosses
+
+__all__ = [
+    "FUSES_ROWS",
+    "combine",
+    "is_built",
+    "isa",
+    "policy_rows",
+    "row_records",
+    "scale_gradient",
+    "supports",
+    "token_losses",
+    "write_gradient",
+]
 
 FUSES_ROWS = True
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unirl.kernels.backends import choose_backend
-from unirl.kernels.records import RowSoftmax, VocabShard, combine
+from unirl.kernels.records import RowSoftmax, VocabShard
 from unirl.kernels.storage import check_targets, check_temperature
 
 # Logits that exist at a time where the caller does not say. The product with the head reads all of its weight for each
@@ -83,7 +83,7 @@ class _LinearTokenLogprob(torch.autograd.Function):
         ]
         result = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         record = shard.gather(torch.cat(records, 1), result)
-        logp, softmax = combine(record, targets, shard.width, call.temperature)
+        logp, softmax = call.backend.combine(record, targets, shard.width, call.temperature)
         ctx.save_for_backward(hidden, weight, columns, softmax.peak, softmax.total, softmax.entropy)
         ctx.call = call
         return logp.to(result), softmax.entropy.to(result) if call.with_entropy else None
@@ -97,9 +97,7 @@ class _LinearTokenLogprob(torch.autograd.Function):
         grads = torch.stack([nothing if grad is None else grad for grad in (grad_logp, grad_entropy)])
         head = _Head(hidden, weight, call.chunk_tokens)
         products = _Products(head, *ctx.needs_input_grad[:2])
-        for rows in call.chunks(hidden.shape[0]):
-            if not grads[:, rows].any():
-                continue
+        for rows in _live(call.chunks(hidden.shape[0]), grads):
             logits = head.logits(rows)
             part = RowSoftmax(*(None if value is None else value[rows] for value in softmax))
             grad_entropy = grads[1, rows] if call.with_entropy else None
@@ -108,6 +106,13 @@ class _LinearTokenLogprob(torch.autograd.Function):
             )
             products.add(rows, logits)
         return *products.gradients(call.shard), None, None
+
+
+def _live(chunks: Iterator[slice], grads: Tensor) -> list[slice]:
+    """Chunks into which a gradient flows; a GPU is waited for once, not for each of them."""
+    chunks = list(chunks)
+    flows = torch.stack([grads[:, rows].any() for rows in chunks]).tolist()
+    return [rows for rows, flow in zip(chunks, flows, strict=True) if flow]
 
 
 class _Head:

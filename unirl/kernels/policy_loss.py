@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from unirl.kernels.backends import choose_backend
 from unirl.kernels.loss_spec import LossConfig, LossSpec
-from unirl.kernels.records import UNREAD, VocabShard, combine
+from unirl.kernels.records import UNREAD, VocabShard
 from unirl.kernels.storage import check_logits, check_targets, check_temperature, mark_overwritten
 from unirl.kernels.token_losses import ENTROPY_WEIGHT, TERMS, WEIGHT, TokenLosses
 
@@ -121,6 +121,7 @@ class _FusedPolicyLoss(torch.autograd.Function):
         if call.writes:
             mark_overwritten(logits)
             ctx.save_for_backward(logits)
+            ctx.backend = call.backend
         result = _result(call, _result_dtype(logits), logp, entropy, losses)
         ctx.mark_non_differentiable(*(value for value in result[1:] if value is not None))
         return result
@@ -132,8 +133,10 @@ class _FusedPolicyLoss(torch.autograd.Function):
         # a first backward pass included.
         (logits,) = ctx.saved_tensors
         gradient = logits.detach()
-        if grad_loss is None or grad_loss != 1:
-            gradient.mul_(0 if grad_loss is None else grad_loss)
+        if grad_loss is None:
+            gradient.zero_()
+        else:
+            ctx.backend.scale_gradient(gradient, grad_loss)
         mark_overwritten(logits)
         return gradient, None
 
@@ -149,7 +152,7 @@ def _in_one_pass(call: _Call, logits: Tensor) -> tuple[Tensor, Tensor | None, To
         call.terms,
         with_entropy=call.with_entropy,
     )
-    logp, softmax = combine(record[None], call.targets, call.shard.width, call.temperature)
+    logp, softmax = call.backend.combine(record[None], call.targets, call.shard.width, call.temperature)
     return logp, softmax.entropy, losses
 
 
@@ -158,7 +161,7 @@ def _in_stages(call: _Call, logits: Tensor) -> tuple[Tensor, Tensor | None, Toke
     backend, shard, columns = call.backend, call.shard, _columns(call)
     result = _result_dtype(logits)
     record = backend.row_records(logits, columns, shard.columns, call.temperature, with_entropy=call.with_entropy)
-    logp, softmax = combine(shard.gather(record, result), call.targets, shard.width, call.temperature)
+    logp, softmax = backend.combine(shard.gather(record, result), call.targets, shard.width, call.temperature)
     # Used as it is reported, rounded: an unchanged policy has ratio 1 exactly.
     losses = backend.token_losses(call.spec, logp.to(result).double(), call.terms)
     if call.writes:

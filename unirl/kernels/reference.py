@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from unirl.kernels.records import MAX, SHIFT, SUM, TARGET, UNREAD, RowSoftmax, finite_base, record_width
+from unirl.kernels.records import MAX, SHIFT, SUM, TARGET, UNREAD, RowSoftmax, combine, finite_base, record_width
 from unirl.kernels.token_losses import token_losses
 
-__all__ = ["FUSES_ROWS", "row_records", "supports", "token_losses", "write_gradient"]
+__all__ = ["FUSES_ROWS", "combine", "row_records", "scale_gradient", "supports", "token_losses", "write_gradient"]
 
 FUSES_ROWS = False
 """Whether the back-end has `policy_rows`: a row from logits to gradient at once."""
@@ -91,6 +91,12 @@ def write_gradient(
         gradient = (gradient / temperature).masked_fill_(silent[rows, None], 0.0)
         logits[rows, :columns] = gradient.to(logits.dtype)
     logits[:, columns:] = 0
+
+
+def scale_gradient(logits: Tensor, factor: Tensor) -> None:
+    """Multiplies logits [T, width], which hold their gradient, by `factor`, 0-dim on their device; 1 costs nothing."""
+    if factor != 1:
+        logits.mul_(factor)
 
 
 def _computable(block: Tensor) -> Tensor:

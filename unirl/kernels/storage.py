@@ -46,8 +46,15 @@ def check_temperature(temperature: float) -> None:
 
 
 def check_targets(targets: Tensor, vocab: int) -> None:
-    """ValueError where a target is not a token of the real vocabulary."""
+    """ValueError where a target is not a token of the real vocabulary.
+
+    On a GPU the check does not wait for the device: there it ends in a device-side assert, as torch's own losses do.
+    """
     if targets.numel() == 0:
+        return
+    if targets.is_cuda:
+        inside = ((targets >= 0) & (targets < vocab)).all()
+        torch._assert_async(inside, f"targets: expected [0, {vocab}); give masked positions any valid id")
         return
     low, high = (int(bound) for bound in targets.aminmax())
     if low < 0 or high >= vocab:

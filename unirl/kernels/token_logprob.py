@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unirl.kernels.backends import choose_backend
-from unirl.kernels.records import RowSoftmax, VocabShard, combine
+from unirl.kernels.records import RowSoftmax, VocabShard
 from unirl.kernels.storage import check_logits, check_targets, check_temperature, mark_overwritten
 
 
@@ -39,7 +39,7 @@ def token_logprob(
     zeroed without being read. With `group`, every rank must feed the same incoming gradients.
 
     Raises ValueError for shapes, layout, temperature or targets that do not fit, TypeError for dtypes,
-    `BackendUnavailable` where `backend` (auto, cpu, reference) cannot take these logits.
+    `BackendUnavailable` where `backend` (auto, reference, cpu, triton) cannot take these logits.
     """
     check_logits(logits, targets)
     check_temperature(temperature)
@@ -57,7 +57,7 @@ class _TokenLogprob(torch.autograd.Function):
         columns = shard.local(targets)
         record = backend.row_records(logits, columns, shard.columns, temperature, with_entropy=with_entropy)
         result = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        logp, softmax = combine(shard.gather(record, result), targets, shard.width, temperature)
+        logp, softmax = backend.combine(shard.gather(record, result), targets, shard.width, temperature)
         ctx.save_for_backward(logits, columns, softmax.peak, softmax.total, softmax.entropy)
         ctx.temperature, ctx.real_columns, ctx.backend = temperature, shard.columns, backend
         return logp.to(result), softmax.entropy.to(result) if with_entropy else None

@@ -1,6 +1,6 @@
 """Every layout of ranks gives what one process gives: log-probs, losses, metrics, gradients, weights after three steps.
 
-Each layout is one group of real processes that trains all cases.
+All layouts of two ranks run on one group of real processes, all layouts of four on another.
 """
 
 import math
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Mo
 from tests.train.conftest import make_part
 from unirl.algorithms import PolicyLossConfig, ValueLossConfig
 from unirl.audit.parallel import compare
-from unirl.audit.parallel_run import ParallelCase, train_layout
+from unirl.audit.parallel_run import ParallelCase, train_jobs
 from unirl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, StackConfig
 from unirl.types import Part
 
@@ -35,24 +35,27 @@ MODELS = {
         **_SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
     ),
 }
-DENSE = {
-    "tp2": ({"tp": 2}, 2),
-    "tp2-sp": ({"tp": 2, "sequence_parallel": True}, 2),
-    "pp2": ({"pp": 2}, 2),
-    "pp2-vpp2": ({"pp": 2, "vpp": 2}, 2),
-    "cp2": ({"cp": 2}, 2),
-    "cp4": ({"cp": 4}, 4),
-    "dp2": ({"overlap_grad_reduce": True}, 2),
-    "dp2-distributed-optimizer": ({"use_distributed_optimizer": True}, 2),
-    "tp2-pp2": ({"tp": 2, "pp": 2}, 4),
-    "tp2-cp2-sp": ({"tp": 2, "cp": 2, "sequence_parallel": True}, 4),
-    "pp2-dp2": ({"pp": 2, "use_distributed_optimizer": True}, 4),
-    "tp4": ({"tp": 4}, 4),
+LAYOUTS = {
+    2: {
+        "tp2": {"tp": 2},
+        "tp2-sp": {"tp": 2, "sequence_parallel": True},
+        "pp2": {"pp": 2},
+        "pp2-vpp2": {"pp": 2, "vpp": 2},
+        "cp2": {"cp": 2},
+        "dp2": {"overlap_grad_reduce": True},
+        "dp2-distributed-optimizer": {"use_distributed_optimizer": True},
+    },
+    4: {
+        "cp4": {"cp": 4},
+        "tp2-pp2": {"tp": 2, "pp": 2},
+        "tp2-cp2-sp": {"tp": 2, "cp": 2, "sequence_parallel": True},
+        "pp2-dp2": {"pp": 2, "use_distributed_optimizer": True},
+        "tp4": {"tp": 4},
+    },
 }
-EXPERTS = {
-    "ep2": ({"ep": 2}, 2),
-    "ep2-tp2-sp": ({"ep": 2, "tp": 2, "sequence_parallel": True}, 2),
-}
+"""By the number of ranks."""
+EXPERTS = {"ep2": {"ep": 2}, "ep2-tp2-sp": {"ep": 2, "tp": 2, "sequence_parallel": True}}
+BITS = {"tp": 2, "sequence_parallel": True, "use_distributed_optimizer": True, "deterministic": True}
 
 
 def make_batch(shapes: list[tuple[int, tuple[int, ...]]], seed: int) -> Part:
@@ -113,11 +116,15 @@ def make_case(tmp_path_factory):
     return make
 
 
-def dense_cases(make_case, untied: str = "llama-untied") -> list[ParallelCase]:
+PPO = PolicyLossConfig(loss="ppo", entropy_coef=0.01)
+
+
+def dense_cases(make_case, sizes: dict) -> list[ParallelCase]:
     """Fused and separate kernels, token and sequence losses, extra terms, shared prompts, recomputation, a critic."""
+    untied = "llama-untied-4-kv" if sizes.get("tp") == 4 else "llama-untied"
     gspo = PolicyLossConfig(loss="ppo", importance_sampling_level="sequence", loss_agg_mode="seq-mean-token-mean")
     return [
-        make_case("ppo, entropy bonus, fused", "qwen3-tied", PolicyLossConfig(loss="ppo", entropy_coef=0.01)),
+        make_case("ppo, entropy bonus, fused", "qwen3-tied", PPO),
         make_case("gspo, all recomputed", untied, gspo, recompute="full"),
         make_case(
             "drpo with a KL term, shared prompts, chunked logits",
@@ -132,18 +139,47 @@ def dense_cases(make_case, untied: str = "llama-untied") -> list[ParallelCase]:
 
 
 @pytest.fixture(scope="module")
-def in_one_process():
-    """The outcomes of cases in this process, made once."""
-    known = {}
+def jobs(make_case):
+    """(case, sizes) by the number of ranks and the name of the layout; cases with experts, and one that runs twice."""
+    found = {
+        ranks: {name: [(case, sizes) for case in dense_cases(make_case, sizes)] for name, sizes in layouts.items()}
+        for ranks, layouts in LAYOUTS.items()
+    }
+    found[2] |= {name: [(make_case("experts", "qwen3-moe", PPO), sizes)] for name, sizes in EXPERTS.items()}
+    found[2]["twice"] = [(make_case("ppo, bfloat16", "qwen3-tied", PPO, dtype="bfloat16"), BITS)] * 2
+    return found
 
-    def outcomes(cases: list[ParallelCase]) -> list:
-        for case in cases:
-            key = case.name, case.model.path
-            if key not in known:
-                known[key] = train_layout([case], ParallelConfig(), 1)[0]
-        return [known[case.name, case.model.path] for case in cases]
 
-    return outcomes
+@pytest.fixture(scope="module")
+def train(jobs):
+    """train(ranks, layout) -> (cases, their outcomes under the layout, and in one process); each made once."""
+    alone, together = {}, {}
+
+    def in_one_process(case: ParallelCase):
+        key = case.name, case.model.path
+        if key not in alone:
+            (alone[key],) = train_jobs([(case, ParallelConfig())], 1)
+        return alone[key]
+
+    def train(ranks: int, layout: str):
+        if ranks not in together:
+            every = [(case, ParallelConfig(**sizes)) for some in jobs[ranks].values() for case, sizes in some]
+            outcomes = iter(train_jobs(every, ranks, timeout_s=540))
+            together[ranks] = {name: [next(outcomes) for _ in some] for name, some in jobs[ranks].items()}
+        cases = [case for case, _ in jobs[ranks][layout]]
+        return cases, together[ranks][layout], [in_one_process(case) for case in cases]
+
+    return train
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts])
+def test_a_layout_changes_nothing(train, ranks, layout):
+    assert_same(*train(ranks, layout))
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_a_layout_changes_nothing_for_experts(train, layout):
+    assert_same(*train(2, layout))
 
 
 def assert_same(cases, found, expected):
@@ -156,37 +192,17 @@ def assert_same(cases, found, expected):
         assert differences.weights <= 3e-6, case.name
 
 
-@pytest.mark.parametrize("layout", DENSE)
-def test_a_layout_changes_nothing(make_case, in_one_process, layout):
-    sizes, ranks = DENSE[layout]
-    cases = dense_cases(make_case, "llama-untied-4-kv" if sizes.get("tp") == 4 else "llama-untied")
-    expected = in_one_process(cases)
-    assert_same(cases, train_layout(cases, ParallelConfig(**sizes), ranks, timeout_s=240), expected)
-
-
-@pytest.mark.parametrize("layout", EXPERTS)
-def test_a_layout_changes_nothing_for_experts(make_case, in_one_process, layout):
-    sizes, ranks = EXPERTS[layout]
-    cases = [make_case("experts", "qwen3-moe", PolicyLossConfig(loss="ppo", entropy_coef=0.01))]
-    expected = in_one_process(cases)
-    assert_same(cases, train_layout(cases, ParallelConfig(**sizes), ranks, timeout_s=240), expected)
-
-
-def test_cases_are_hard_enough(make_case, in_one_process):
+def test_cases_are_hard_enough(train):
     """Gradients everywhere, ratios beyond the clip, gradients clipped."""
-    outcomes = in_one_process(dense_cases(make_case))
+    _, _, outcomes = train(2, "tp2")
     for outcome in outcomes:
         assert all(gradient.abs().max() > 0 for gradient in outcome.gradients.values())
         assert all(step["grad_norm"] > 0.05 for step in outcome.metrics)
     assert 0.05 < outcomes[0].metrics[0]["clip_ratio"] < 0.95
 
 
-def test_the_same_layout_gives_the_same_bits_and_bfloat16_stays_close(make_case, in_one_process):
-    ppo = PolicyLossConfig(loss="ppo", entropy_coef=0.01)
-    cases = [make_case("ppo, bfloat16", "qwen3-tied", ppo, dtype="bfloat16") for _ in range(2)]
-    (expected,) = in_one_process(cases[:1])
-    layout = ParallelConfig(tp=2, sequence_parallel=True, use_distributed_optimizer=True, deterministic=True)
-    first, second = train_layout(cases, layout, 2, timeout_s=240)
+def test_the_same_layout_gives_the_same_bits_and_bfloat16_stays_close(train):
+    _, (first, second), (expected, _) = train(2, "twice")
     assert first.metrics == second.metrics
     for name, weight in first.weights.items():
         assert torch.equal(weight, second.weights[name])
