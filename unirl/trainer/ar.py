@@ -88,7 +88,7 @@ class ARTrainer:
             allow_multi_update=config.algorithm.allow_multi_update,
             critic=self.critic and CriticTrainer(self.critic, config.algorithm.critic, config.stack),
         )
-        self.sync = WeightSync(self.actor, self.engine)
+        self.sync = WeightSync(self.actor.weights, self.engine)
 
     def fit(self) -> int:
         """Train until `num_iterations`, or until Ctrl-C. Returns the process's exit code: 0, or 130 when stopped."""

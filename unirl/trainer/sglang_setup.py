@@ -17,7 +17,7 @@ from unirl.rollout.sglang import (
     find_python,
     per_server,
 )
-from unirl.sync.disk import DiskTransfer
+from unirl.sync import DiskTransfer, DistributedTransfer, TensorTransfer
 from unirl.train.megatron.hf_folder import resolve_folder
 
 
@@ -74,5 +74,10 @@ def _server_options(config: TrainConfig, folder: Path) -> ServerOptions:
 
 def _make_transfer(config: TrainConfig) -> WeightTransfer:
     sync = config.sync
+    limits = {"bucket_bytes": sync.bucket_mb * 10**6, "timeout_s": sync.timeout_s}
+    if sync.mode == "tensor":
+        return TensorTransfer(**limits)
+    if sync.mode == "distributed":
+        return DistributedTransfer(**limits)
     folder = Path(sync.folder) if sync.folder else Path(config.run_dir) / "weights"
-    return DiskTransfer(folder, bucket_bytes=sync.bucket_mb * 10**6, timeout_s=sync.timeout_s)
+    return DiskTransfer(folder, **limits)

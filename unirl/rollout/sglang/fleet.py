@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from unirl.errors import UserError
 from unirl.rollout.sglang.client import RequestRefusedError, ServerLostError
+from unirl.rollout.sglang.control import ServerControl
 from unirl.rollout.sglang.server import Server, ServerState
 from unirl.rollout.sglang.transfer import WeightSyncError
 
@@ -41,6 +42,8 @@ class Fleet:
         self.num_restarts = 0
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task] = []
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._last_words: set[asyncio.Future] = set()  # held, so that they are spoken
         self._home: dict[int, Server] = {}
 
@@ -116,9 +119,32 @@ class Fleet:
                 await stack.enter_async_context(server.lock)
             yield
 
+    async def sleep(self) -> None:
+        """Nobody looks at a server until `wake`: what it has released, a sign of life would use."""
+        async with self.all_locked():
+            self._awake.clear()
+
+    def wake(self) -> None:
+        """Look after the servers again, from now on: a sign of life before they have weights would draw from none."""
+        for server in self.servers:
+            server.heard()
+        self._awake.set()
+
     def living(self) -> list[Server]:
         """Servers that are UP."""
         return [server for server in self.servers if server.state is ServerState.UP]
+
+    async def each(self, call: Callable[[ServerControl], Awaitable[None]]) -> None:
+        """Make the call of every living server; one that is lost or refuses is looked at by its supervisor."""
+
+        async def guarded(server: Server) -> None:
+            try:
+                await call(server.control)
+            except (ServerLostError, RequestRefusedError) as error:
+                _log.warning("%s: %s", server, error)
+                self.report_lost(server)
+
+        await asyncio.gather(*(guarded(server) for server in self.living()))
 
     def _choose(self, group: int) -> Server | None:
         free = [server for server in self.living() if server.in_flight < self.limits.max_concurrency]
@@ -135,7 +161,10 @@ class Fleet:
     async def _supervise(self, server: Server) -> None:
         while server.state is not ServerState.FAILED:
             await self._wait_for_reason_to_look(server)
+            await self._awake.wait()
             async with server.lock:
+                if not self._awake.is_set():
+                    continue
                 server.suspected.clear()
                 problem = await self._problem(server)
                 if problem is not None:
