@@ -76,9 +76,7 @@ class LiveTransfer(ABC):
         """All stages to the servers that live; anew to the rest of them where one was lost from among them."""
         while living := [server for server in servers if server.endpoint[0] not in failures]:
             names, broken = [], False
-            for stage in range(
-                self._update.weights.num_stages
-            ):  # in this order on every server: none waits for another
+            for stage in range(self._update.weights.num_stages):  # in one order: else two could wait for each other
                 sender = self._sender(_destinations(living), stage, flush)
                 sent: Sent = await _in_thread(self._update.weights.feed, sender, stage)
                 self._note(sent, living, failures)

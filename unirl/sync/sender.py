@@ -68,11 +68,9 @@ class Sender(ABC):
 
     def _checked(self, weights: Weights, sent: Sent) -> Weights:
         for name, tensor in weights:
-            expected = self.shapes.get(name)
-            if tuple(tensor.shape) != expected:
-                raise ValueError(
-                    f"weights: {name} has shape {tuple(tensor.shape)}, the model of the servers {expected}"
-                )
+            found, expected = tuple(tensor.shape), self.shapes.get(name)
+            if found != expected:
+                raise ValueError(f"weights: {name} has shape {found}, in the model of the servers {expected}")
             sent.names.append(name)
             yield name, tensor
 

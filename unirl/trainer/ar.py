@@ -115,6 +115,8 @@ class ARTrainer:
         config, iteration, started = self.config, self.state.iteration, time.perf_counter()
         with self.stop.abandonable():
             batch = self.collector.collect(iteration, self.state.next_sample_id, self.display)
+            if config.rollout.release_memory:
+                self.engine.release_memory()  # until the sync takes it again
             with self.display.phase("reference") as reference:
                 part = self._with_reference(batch.part)
             with self.display.phase("values") as values:

@@ -40,6 +40,7 @@ def make_sglang_engine(config: TrainConfig) -> SGLangRolloutEngine:
             deterministic=rollout.deterministic,
             checksum_every=config.sync.checksum_every,
             checksum_timeout_s=config.sync.timeout_s,
+            release_timeout_s=config.sync.timeout_s,
         ),
         api_key=os.environ.get(API_KEY_VARIABLE),
     )
@@ -68,6 +69,7 @@ def _server_options(config: TrainConfig, folder: Path) -> ServerOptions:
         deterministic=rollout.deterministic,
         trust_remote_code=config.model.trust_remote_code,
         health_timeout_s=rollout.health_timeout_s,
+        release_memory=rollout.release_memory,
         arguments=rollout.server_args,
     )
 
