@@ -15,6 +15,7 @@ from unirl.rollout.sglang import EngineOptions, FleetLimits, SGLangRolloutEngine
 from unirl.rollout.weights import LocalWeights
 from unirl.sync import DiskTransfer, DistributedTransfer, TensorTransfer
 from unirl.trainer.setup import make_models
+from unirl.types import GenerationRequest
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -67,7 +68,7 @@ def test_new_weights_are_sampled_from_and_do_not_drift(live, model):
     found = []
     for version in range(2, 12):
         live.update_weights(LocalWeights(lambda: weights_of(model)), version)
-        [[sample]] = live.generate([REQUEST.__class__(REQUEST.prompt_ids, REQUEST.params, (0,))])
+        [[sample]] = live.generate([GenerationRequest(REQUEST.prompt_ids, REQUEST.params, (0,))])
         assert sample.weight_versions == (version,) * 24
         found.append((sample.token_ids, sample.log_probs))
     assert found == [found[0]] * 10
@@ -122,7 +123,7 @@ def test_a_server_that_rejects_a_bucket_keeps_nobody_waiting(live, model):
         live.run(control.end_weight_update(timeout_s=60))
 
     started = time.monotonic()
-    with pytest.raises(WeightSyncError, match="refused the weights: .* must run between begin_weight_update"):
+    with pytest.raises(WeightSyncError, match=r"refused the weights: .* must run between begin_weight_update"):
         live.update_weights(Interrupted(perturbed(model), end_session), 2)
     assert time.monotonic() - started < LIMIT_S / 2
     with pytest.raises(WeightSyncError, match="the last weight update failed"):
@@ -143,14 +144,8 @@ def test_memory_is_released_until_the_next_update(live, model):
 @pytest.mark.parametrize("layout", ["tp", "pp"])
 def test_every_mode_from_two_ranks_of_a_trainer(engine, model, recipe_dir, tmp_path, layout):
     pytest.importorskip("ray")
-    options = [
-        *OVERRIDES,
-        "num_devices=2",
-        f"parallel.{layout}=2",
-        "cluster.object_store_gb=0.2",
-        f"run_dir={tmp_path}",
-    ]
-    models = make_models(compose("tiny", options, [recipe_dir]), print)
+    options = ["num_devices=2", f"parallel.{layout}=2", "cluster.object_store_gb=0.2", f"run_dir={tmp_path}"]
+    models = make_models(compose("tiny", [*OVERRIDES, *options], [recipe_dir]), print)
     limits = {"bucket_bytes": BUCKET_BYTES, "timeout_s": LIMIT_S}
     transfers = [DiskTransfer(tmp_path / "weights", **limits), *(make(**limits) for make in TRANSFERS.values())]
     try:

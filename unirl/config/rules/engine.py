@@ -35,7 +35,7 @@ def shared_memory_is_of_one_machine(config: TrainConfig) -> str | None:
 
 @rule("sync.timeout_s", "sync.mode", "parallel.timeout_s", "cluster.timeout_s")
 def ranks_wait_for_servers(config: TrainConfig) -> str | None:
-    """With sync.mode=tensor and distributed, parallel.timeout_s and cluster.timeout_s are longer than sync.timeout_s."""
+    """sync.mode=tensor and distributed need parallel.timeout_s and cluster.timeout_s longer than sync.timeout_s."""
     if config.sync.mode not in ("tensor", "distributed"):
         return None
     limits = {"parallel.timeout_s": config.parallel.timeout_s, "cluster.timeout_s": config.cluster.timeout_s}
