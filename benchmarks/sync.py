@@ -2,10 +2,10 @@
 
     python -m benchmarks.sync --json=benchmarks/results/sync_cpu.json
 
-A random model of about 1 GB (Qwen3 architecture, float32) goes to a server on CPU by every `sync.mode`. Beside them, in
-the same rounds: a copy of the same tensors within the process (the measure of `tensor`), and a gloo broadcast of the
-same buckets to a process that does nothing with them (the measure of `distributed`). Medians over rounds; a ratio is
-that of the two medians. `rollout.python` or $UNIRL_SGLANG_PYTHON names the server's interpreter.
+A random model of about 1 GB (Qwen3 architecture, float32) goes to a server on CPU by every `sync.mode`. Beside them, a
+copy of the same tensors within the process, in the same rounds (the measure of `tensor`), and a gloo broadcast of the
+same buckets to a process that does nothing with them, before and after (the measure of `distributed`). Medians over
+rounds; a ratio is that of the two medians. $UNIRL_SGLANG_PYTHON names the interpreter of the server, as in a run.
 """
 
 import argparse
@@ -114,15 +114,15 @@ def run_rounds(folder: Path, weights: list, transfers: dict, rounds: int, sizes:
         for name in ("tensor", "distributed"):
             engines[name] = SGLangRolloutEngine(folder / "model", [url], transfers[name], api_key=key, **common)
         source, copy = LocalWeights(lambda: weights), memcpy(weights)
+        seconds["gloo"] += run_ranks(broadcast_rank, 2, *sizes, rounds // 2, timeout_s=600)[0]
         for round_number in range(rounds + 1):
             for name, act in {"memcpy": copy, **{n: publish(e, source) for n, e in engines.items()}}.items():
                 started = time.perf_counter()
                 act()
                 if round_number:  # the first one sets up
                     seconds[name].append(time.perf_counter() - started)
-            if round_number:
-                seconds["gloo"] += run_ranks(broadcast_rank, 2, *sizes, 1, timeout_s=600)[0]
             print({name: round(found[-1], 2) for name, found in seconds.items() if found}, flush=True)
+        seconds["gloo"] += run_ranks(broadcast_rank, 2, *sizes, rounds - rounds // 2, timeout_s=600)[0]
     finally:
         for engine in reversed(engines.values()):
             engine.close()

@@ -94,8 +94,8 @@ class _Replies:
             await asyncio.wait({future, *self._pending}, return_when=asyncio.FIRST_COMPLETED)
             if not future.done():
                 self.raise_failure()
-        if future.exception() is not None:
-            raise GroupError(str(future.exception())) from future.exception()
+        if isinstance(error := future.exception(), RuntimeError):  # gloo and NCCL have no narrower class
+            raise GroupError(str(error)) from error
         return future.result()
 
     def raise_failure(self) -> None:

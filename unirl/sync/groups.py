@@ -162,7 +162,7 @@ def in_daemon(function: Callable[[], Any]) -> asyncio.Future:
     def run() -> None:
         try:
             outcome = (result.set_result, function())
-        except RuntimeError as error:  # of torch.distributed: its subclasses, and plain ones of gloo
+        except Exception as error:  # noqa: BLE001 (whatever it is, who waits is told)
             outcome = (result.set_exception, error)
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, *outcome)

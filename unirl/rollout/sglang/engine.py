@@ -216,7 +216,8 @@ class SGLangRolloutEngine:
         in_flight = sum(server.in_flight for server in self._fleet.servers)
         if in_flight:
             raise RuntimeError(f"{in_flight} samples are in progress: memory is released between two generations")
-        await self._fleet.sleep()
+        async with self._publisher.weights_rest():  # a server that is being revived gets its weights first
+            await self._fleet.sleep()
         self._memory_released = True
         await self._fleet.each(self._release_when_idle)
 
