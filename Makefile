@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo demo-llm sglang test lint format venv clean help
+.PHONY: demo demo-llm sglang test slurm lint format venv clean help
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -20,6 +20,9 @@ sglang: $(SGLANG_VENV)/.packages  ## an environment of its own with SGLang for C
 
 test: $(VENV)/.test  ## run the tests; lists those that need a part this machine lacks
 	$(BIN)/python -m pytest $(ARGS)
+
+slurm: $(VENV)/.test  ## submit the job scripts to a Slurm of the tests' own (root, Debian's slurmd slurmctld munge)
+	$(BIN)/python -m pytest tests/slurm $(ARGS)
 
 lint: $(VENV)/.test  ## check style
 	$(BIN)/ruff check .

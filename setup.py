@@ -1,7 +1,8 @@
-"""Build of unirl-megatron: the packages, the recipes under examples/, and the C++ CPU kernels.
+"""Build of unirl-megatron: the packages, the recipes under examples/, and the kernels in C++ and CUDA C++.
 
 The kernels need a C++17 compiler and an installed torch (pip install --no-build-isolation). UNIRL_NO_EXT=1 leaves them
-out: everything then works in plain torch, slowly.
+out: everything then works in plain torch, slowly. The CUDA kernels are built where nvcc (12.8 or newer) is on PATH or
+below CUDA_HOME and torch is a CUDA build; UNIRL_CUDA=1 insists on them, UNIRL_CUDA=0 leaves them out.
 """
 
 import importlib.util
@@ -9,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -27,10 +29,18 @@ ISA_FLAGS = {
     "rows_avx2": ["-mavx2", "-mfma"],
     "rows_avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma"],
 }
+# Machine code for Hopper and for data-centre Blackwell, and an intermediate form for later chips of its family.
+CUDA_FLAGS = ["--options-file", "csrc/cuda/nvcc.options", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+for code in ("arch=compute_90a,code=sm_90a", "arch=compute_100a,code=sm_100a", "arch=compute_100,code=compute_100"):
+    CUDA_FLAGS += ["-gencode", code]
+
+
+# Recipes and manifests, job scripts and what these source.
+EXAMPLES = (".yaml", ".yml", ".sbatch", ".sh")
 
 
 class BuildExtension(build_ext):
-    """Compiles each source with the flags of its instruction set, which setuptools cannot say."""
+    """Compiles each source with the flags of its instruction set, and CUDA with nvcc, which setuptools cannot do."""
 
     def build_extension(self, ext: Extension) -> None:
         compiler = self.compiler.compiler_so_cxx[0]
@@ -41,6 +51,9 @@ class BuildExtension(build_ext):
             )
         objects = []
         for source in ext.sources:
+            if source.endswith(".cu"):
+                objects.append(self.compile_cuda(source))
+                continue
             flags = ISA_FLAGS.get(Path(source).stem, [])
             try:
                 objects += self.compiler.compile(
@@ -55,48 +68,101 @@ class BuildExtension(build_ext):
                     f"{source} does not compile with {compiler!r} ({error}); it needs GCC 9 or Clang 12 or newer and "
                     "torch 2.10 or newer. UNIRL_NO_EXT=1 installs without the C++ kernels"
                 ) from error
+        output = self.get_ext_fullpath(ext.name)
+        if any(source.endswith(".cu") for source in ext.sources):
+            packaged = nvcc().parent.parent / "lib"  # where nvcc's Python packages have the runtime, unlike toolkits
+            libraries = [f"-L{folder}" for folder in (*ext.library_dirs, packaged)]
+            libraries += [f"-l{name}" for name in ext.libraries]
+            self.mkpath(str(Path(output).parent))
+            self.spawn([str(nvcc()), "-shared", "-cudart", "static", "-o", output, *objects, *libraries])
+            return
         self.compiler.link_shared_object(
             objects,
-            self.get_ext_fullpath(ext.name),
+            output,
             libraries=ext.libraries,
             library_dirs=ext.library_dirs,
             target_lang="c++",
         )
 
+    def compile_cuda(self, source: str) -> str:
+        target = Path(self.build_temp, source).with_suffix(".cuda.o")
+        self.mkpath(str(target.parent))
+        self.spawn([str(nvcc()), *CUDA_FLAGS, "-c", source, "-o", str(target)])
+        return str(target)
+
 
 class BuildPackages(build_py):
-    """Puts the recipes into the package, as unirl/examples; an editable install reads them from the source tree."""
+    """Puts the examples into the package, as unirl/examples; an editable install reads them from the source tree."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
             return
-        for recipe in sorted((ROOT / "examples").rglob("*.yaml")):
-            target = Path(self.build_lib, "unirl", recipe.relative_to(ROOT))
+        for example in sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in EXAMPLES):
+            target = Path(self.build_lib, "unirl", example.relative_to(ROOT))
             self.mkpath(str(target.parent))
-            self.copy_file(str(recipe), str(target))
+            self.copy_file(str(example), str(target))
 
 
-def cpu_kernels() -> Extension:
+def torch_root() -> Path:
     torch = importlib.util.find_spec("torch")
     if torch is None:
         raise SystemExit(
             "torch is not installed here, and the C++ kernels are built against it: install torch>=2.10 first, then "
             "run pip with --no-build-isolation; or set UNIRL_NO_EXT=1"
         )
-    torch_root = Path(torch.submodule_search_locations[0])
-    isas = ["generic", "avx2", "avx512"] if X86 else ["generic"]
+    return Path(torch.submodule_search_locations[0])
+
+
+def extension(name: str, sources: list[str], macros: list[tuple[str, str | None]]) -> Extension:
     return Extension(
-        "unirl.kernels._cpu",
-        sources=["csrc/cpu/bindings.cpp", "csrc/cpu/dispatch.cpp", *(f"csrc/cpu/rows_{isa}.cpp" for isa in isas)],
+        f"unirl.kernels.{name}",
+        sources=sources,
         depends=[str(header.relative_to(ROOT)) for header in sorted((ROOT / "csrc").rglob("*")) if header.is_file()],
-        include_dirs=[str(torch_root / "include")],
-        library_dirs=[str(torch_root / "lib")],
+        include_dirs=[str(torch_root() / "include")],
+        library_dirs=[str(torch_root() / "lib")],
         libraries=["torch", "torch_cpu", "c10"],
-        define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION), *([("UNIRL_X86", None)] if X86 else [])],
+        define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION), *macros],
         language="c++",
         py_limited_api=True,
     )
+
+
+def cpu_kernels() -> Extension:
+    isas = ["generic", "avx2", "avx512"] if X86 else ["generic"]
+    sources = ["csrc/cpu/bindings.cpp", "csrc/cpu/dispatch.cpp", *(f"csrc/cpu/rows_{isa}.cpp" for isa in isas)]
+    return extension("_cpu", sources, [("UNIRL_X86", None)] if X86 else [])
+
+
+def cuda_kernels() -> Extension:
+    return extension("_cuda", ["csrc/cuda/bindings.cpp", "csrc/cuda/rows.cu"], [])
+
+
+def nvcc() -> Path | None:
+    home = os.environ.get("CUDA_HOME")
+    found = shutil.which("nvcc", path=str(Path(home, "bin")) if home else None)
+    return None if found is None else Path(found)
+
+
+def wants_cuda() -> bool:
+    """As UNIRL_CUDA says, else whether both nvcc and a torch that could use it are here."""
+    wish = os.environ.get("UNIRL_CUDA", "")
+    if wish not in ("", "0", "1"):
+        raise SystemExit(f"UNIRL_CUDA={wish}: expected 0 (no CUDA kernels), 1 (insist on them) or nothing")
+    if wish == "1" and nvcc() is None:
+        raise SystemExit(
+            "UNIRL_CUDA=1, but nvcc is neither on PATH nor in CUDA_HOME/bin: install a CUDA toolkit >= 12.8"
+        )
+    cuda_torch = re.search(r"^cuda.*= *'", (torch_root() / "version.py").read_text(), re.MULTILINE) is not None
+    if wish == "" and cuda_torch and nvcc() is None:
+        print("unirl: no nvcc on PATH or in CUDA_HOME/bin: installing without the CUDA C++ kernels", file=sys.stderr)
+    return wish == "1" or (wish == "" and nvcc() is not None and cuda_torch)
+
+
+def extensions() -> list[Extension]:
+    if os.environ.get("UNIRL_NO_EXT") == "1":
+        return []
+    return [cpu_kernels(), *([cuda_kernels()] if wants_cuda() else [])]
 
 
 setup(
@@ -111,7 +177,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["unirl", "unirl.*"]),
     package_data={"unirl.rollout.sglang": ["cpu_stubs/**/*"]},
-    ext_modules=[] if os.environ.get("UNIRL_NO_EXT") == "1" else [cpu_kernels()],
+    ext_modules=extensions(),
     cmdclass={"build_ext": BuildExtension, "build_py": BuildPackages},
     options={} if os.environ.get("UNIRL_NO_EXT") == "1" else {"bdist_wheel": {"py_limited_api": "cp311"}},
     install_requires=[

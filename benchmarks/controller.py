@@ -4,7 +4,8 @@
 
 An iteration is what a training iteration asks of the workers: log-probs, one forward and backward pass, one optimizer
 step and the weights in buckets. Every data-parallel index gets its share of 512 samples of 4,096 tokens. The overhead
-is the time of the iteration less the time for which the workers sleep, of an iteration of 60 s.
+is the time of the iteration less the time for which the workers sleep, of an iteration of 60 s; the CPU time is that of
+the controller's process, which other load on the machine does not change much.
 """
 
 import argparse
@@ -59,19 +60,20 @@ def measure(num_workers: int, iterations: int) -> dict[str, float]:
     from unirl.cluster.supervised import ClusterOptions, SupervisedGroup
 
     with tempfile.TemporaryDirectory() as folder:
-        options = ClusterOptions(None, (num_workers,), 600, 120, 0, 1.0, Path(folder))
+        options = ClusterOptions(None, (num_workers,), 600, 120, 1, 1.0, Path(folder))
         started = time.perf_counter()
         group = SupervisedGroup(dict, RankGrid(dp=num_workers), options, lambda line: None, worker=Sleeper)
         ready = time.perf_counter()
         shares = tuple(np.zeros(TOKENS // num_workers * BYTES_PER_TOKEN, np.uint8) for _ in range(num_workers))
-        seconds = []
+        seconds, cpu_seconds = [], []
         for _ in range(iterations):
-            begun = time.perf_counter()
+            begun, cpu_begun = time.perf_counter(), time.process_time()
             group.run(Call("actor", "log_probs", (), shares, answers="reporting"))
             group.run(Call("actor", "forward_backward", ("loss",), shares, answers="reporting", effect="gradients"))
             group.run(Call("actor", "optimizer_step", answers="all", effect="weights"))
             list(group.stream("actor", "export_weights", 2**28))
             seconds.append(time.perf_counter() - begun)
+            cpu_seconds.append(time.process_time() - cpu_begun)
         group.close()
     overhead = statistics.median(seconds) - len(CALLS) * SLEEP_S
     return {
@@ -79,6 +81,7 @@ def measure(num_workers: int, iterations: int) -> dict[str, float]:
         "start_s": round(ready - started, 2),
         "overhead_s": round(overhead, 3),
         "overhead_percent": round(100 * overhead / ITERATION_S, 2),
+        "controller_cpu_s": round(statistics.median(cpu_seconds), 3),
     }
 
 
@@ -89,13 +92,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
-    print(f"{'workers':>8} {'start s':>8} {'overhead s':>11} {'% of 60 s':>10}")
+    print(f"{'workers':>8} {'start s':>8} {'overhead s':>11} {'% of 60 s':>10} {'CPU s':>8}")
     for num_workers in map(int, options.workers.split(",")):
         row = measure(num_workers, options.iterations)
         rows.append(row)
-        print(
-            f"{row['workers']:>8} {row['start_s']:>8} {row['overhead_s']:>11} {row['overhead_percent']:>10}", flush=True
-        )
+        print("{:>8} {:>8} {:>11} {:>10} {:>8}".format(*row.values()), flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

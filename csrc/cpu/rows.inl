@@ -1,5 +1,5 @@
 // The row kernels, one source for all instruction sets: each includer defines UNIRL_ISA and UNIRL_LANES.
-#include "../common/policy_loss.h"
+#include "../common/policy_row.h"
 #include "rows.h"
 #include "vector.h"
 
@@ -67,16 +67,16 @@ Element* row_of(const Logits& logits, int64_t row) {
 }
 
 template <bool kWithShift, class Element>
-void record_row(const RecordTask& task, const ExponentScale& scale, int64_t row) {
-  const int64_t rows = task.logits.rows, target = task.targets[row];
+RowRecord record_row(const RecordTask& task, const ExponentScale& scale, int64_t row) {
+  const int64_t target = task.targets[row];
   const Element* x = row_of<Element>(task.logits, row);
   const RunningSums sums =
       target == kUnread ? RunningSums() : sums_of<kWithShift>(x, task.logits.columns, scale, task.temperature);
   const double base = finite_base(sums.max);
-  task.record[row] = sums.max;
-  task.record[rows + row] = sums.sum;
-  task.record[2 * rows + row] = target < 0 ? -INFINITY : (to_float(x[target]) - base) / task.temperature;
-  if (kWithShift) task.record[3 * rows + row] = sums.shift / task.temperature;
+  const double own = target < 0 ? -INFINITY : (to_float(x[target]) - base) / task.temperature;
+  const RowRecord record = {sums.max, sums.sum, own, sums.shift / task.temperature};
+  write_record(record, task.record + row, task.logits.rows, kWithShift);
+  return record;
 }
 
 template <bool kWithShift, class Element>
@@ -121,23 +121,6 @@ void gradient_rows(const GradientTask& task, int64_t first, int64_t last) {
   }
 }
 
-PolicyLoss loss_of(const LossChoice& choice) {
-  const double* c = choice.constants;
-  return {static_cast<LossKind>(choice.kind), c[0], c[1], c[2], c[3], c[4], c[5]};
-}
-
-// A token whose log-prob is not finite takes no part.
-TokenLoss loss_of_token(const PolicyLoss& loss, const TokenTerms& terms) {
-  return is_finite(terms.logp) ? token_loss(loss, terms) : TokenLoss{1.0, 0.0, 0.0, false, false, false};
-}
-
-void write_result(const TokenLoss& token, double* result, int64_t rows) {
-  result[0] = token.ratio;
-  result[rows] = token.loss;
-  result[2 * rows] = token.slope;
-  result[3 * rows] = token.upper + 2 * token.lower + 4 * token.capped;
-}
-
 // The row is still in the second-level cache when the gradient is written over it: memory is read once.
 template <bool kWithShift, class Element>
 void policy_rows(const PolicyTask& task, int64_t first, int64_t last) {
@@ -146,19 +129,10 @@ void policy_rows(const PolicyTask& task, int64_t first, int64_t last) {
   const PolicyLoss loss = loss_of(task.loss);
   const int64_t rows = task.record.logits.rows;
   for (int64_t row = first; row < last; ++row) {
-    record_row<kWithShift, Element>(task.record, scale, row);
-    const double* record = task.record.record + row;
-    const double* terms = task.terms + row;
-    const double total = record[rows], log_total = ::log(total);
-    // The log-prob is used as it is reported, rounded: an unchanged policy has ratio 1 exactly.
-    const float logp = static_cast<float>(record[2 * rows] - log_total);
-    const double entropy = kWithShift ? log_total - record[3 * rows] / total : 0.0;
-    const TokenLoss token = loss_of_token(loss, {logp, terms[0], terms[rows], terms[2 * rows]});
-    write_result(token, task.result + row, rows);
-    const bool live = is_finite(logp);
-    const RowGradient gradient(temperature, finite_base(static_cast<float>(record[0])), total, entropy,
-                               live ? terms[3 * rows] * token.slope : 0.0, live ? -terms[4 * rows] : 0.0);
-    gradient_row<Element>(task.record.logits, row, task.record.targets[row], scale, gradient);
+    const RowRecord record = record_row<kWithShift, Element>(task.record, scale, row);
+    const PolicyRow policy = policy_row(loss, record, temperature, task.terms + row, rows);
+    write_result(policy.token, task.result + row, rows);
+    gradient_row<Element>(task.record.logits, row, task.record.targets[row], scale, policy.gradient);
   }
 }
 
@@ -176,11 +150,7 @@ void gradient(const GradientTask& task, int64_t first, int64_t last) {
 
 void tokens(const TokenTask& task, int64_t first, int64_t last) {
   const PolicyLoss loss = loss_of(task.loss);
-  for (int64_t row = first; row < last; ++row) {
-    const double* in = task.terms + row;
-    const TokenTerms terms = {in[0], in[task.rows], in[2 * task.rows], in[3 * task.rows]};
-    write_result(loss_of_token(loss, terms), task.result + row, task.rows);
-  }
+  for (int64_t row = first; row < last; ++row) token_row(loss, task.terms + row, task.result + row, task.rows);
 }
 
 void policy(const PolicyTask& task, int64_t first, int64_t last) {

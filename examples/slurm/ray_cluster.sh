@@ -11,7 +11,6 @@
 set -euo pipefail
 
 INTERRUPTED=130 # the driver's exit code after it was asked to stop and has saved
-TERMINATED=143  # that of a driver that was asked before it had anything to save
 
 declare -A node_of=() # process id of a step's srun -> its node
 address='' # of Ray's head, HOST:PORT
@@ -54,8 +53,9 @@ prepare_job() {
   local python=${UNIRL_PYTHON:-$UNIRL_ROOT/.venv/bin/python}
   [[ -x $python ]] || fail "no Python at $python: run 'make venv' in $UNIRL_ROOT, or export UNIRL_PYTHON=/path/to/python"
   # The processes that Ray starts on the other nodes inherit this environment, and so run the code of this checkout.
-  export PATH=${python%/*}:$PATH PYTHONPATH=$UNIRL_ROOT${PYTHONPATH:+:$PYTHONPATH} UNIRL_ROOT
-  export UNIRL_JOB_DIR=${UNIRL_JOBS:-$UNIRL_ROOT/runs/slurm}/$SLURM_JOB_ID
+  export PATH=${python%/*}:$PATH UNIRL_ROOT
+  [[ ! -d $UNIRL_ROOT/unirl ]] || export PYTHONPATH=$UNIRL_ROOT${PYTHONPATH:+:$PYTHONPATH}
+  export UNIRL_JOB_DIR=${UNIRL_JOBS:-$SLURM_SUBMIT_DIR/runs/slurm}/$SLURM_JOB_ID
   mkdir -p "$UNIRL_JOB_DIR"
   chmod 700 "$UNIRL_JOB_DIR"
   rm -f "$UNIRL_JOB_DIR"/{address,token}
@@ -154,7 +154,8 @@ stop_ray() { # at the end of the script, however it ends
 }
 
 requeue_if_warned() {
-  [[ $asked == warning && ($1 == "$INTERRUPTED" || $1 == "$TERMINATED") ]] || exit "$1"
+  # Above 128 it ended by the signal: 130 after it has saved, others before it had begun to train.
+  [[ $asked == warning ]] && (($1 > 128)) || exit "$1"
   stop_ray
   say "the job goes back into the queue and will resume"
   scontrol requeue "$SLURM_JOB_ID"

@@ -21,10 +21,10 @@ fail() {
 node_address() { # the IPv4 address that other nodes reach this one by
   local host=127.0.0.1
   if [[ -n ${UNIRL_NET_INTERFACE:-} ]]; then
-    host=$(ip -4 -o addr show dev "$UNIRL_NET_INTERFACE" | sed -nE 's|.* inet ([0-9.]+).*|\1|p;q')
+    host=$(ip -4 -o addr show dev "$UNIRL_NET_INTERFACE" | sed -nE '1s|.* inet ([0-9.]+).*|\1|p')
   elif [[ -n ${SLURMD_NODENAME:-} ]]; then
     host=$(scontrol show node -o "$SLURMD_NODENAME" | grep -o ' NodeAddr=[^ ]*')
-    host=$(getent ahostsv4 "${host#*=}" | sed -n 's/ .*//p;q')
+    host=$(getent ahostsv4 "${host#*=}" | sed -n '1s/ .*//p')
   fi
   [[ -n $host ]] || fail "no IPv4 address of this node found; name its network interface in UNIRL_NET_INTERFACE"
   echo "$host"

@@ -11,23 +11,25 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed", allow_module_level=True)
 
 import ray
+from ray._raylet import AuthenticationTokenLoader
 from ray.cluster_utils import Cluster
 
 from tests.cluster.seated import Bystander
-from unirl.cluster.crew import Crew
+from unirl.cluster.crew import Crew, WorkersLost
 
 FIRST_HOST = 2
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
-    """Their addresses; the driver is connected to the first."""
+    """The cluster and the addresses of its nodes; the driver is connected to the first."""
     with pytest.MonkeyPatch.context() as patch:
         token = tmp_path_factory.mktemp("token") / "token"
         token.write_text("0123456789abcdef" * 4)
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         patch.setenv("RAY_enable_worker_prestart", "0")
         patch.setenv("RAY_prestart_worker_first_driver", "0")
+        AuthenticationTokenLoader.instance().reset_cache()  # of the token of other tests
         cluster = Cluster()
         addresses = [f"127.0.0.{FIRST_HOST + node}" for node in range(8)]
         for address in addresses:
@@ -42,7 +44,7 @@ def nodes(tmp_path_factory):
             )
         cluster.wait_for_nodes(timeout=120)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error", _node_ip_address=addresses[0])
-        yield addresses
+        yield cluster, addresses
         ray.shutdown()
         cluster.shutdown()
 
@@ -60,6 +62,26 @@ def test_ranks_sit_where_the_plan_says(nodes, grid, devices_per_node):
     assert len(used) == len(plan.trainer_bundles)
     for found, planned in zip(crew.seats, plan.trainers, strict=True):
         assert (found.node_ip, found.device) == (used[planned.node], planned.device)
-    if len(used) == len(nodes):
-        assert used == nodes
+    if len(used) == len(nodes[1]):
+        assert used == nodes[1]
+    crew.dismiss()
+
+
+@pytest.mark.timeout(300)
+def test_ranks_of_a_node_that_is_lost_are_named_and_move_to_another(nodes):
+    cluster, _ = nodes
+    crew = Crew(Bystander, (), bundles=(2, 2), heartbeat_s=60)
+    before = [seat.node_ip for seat in crew.seats]
+    lost = next(rank for rank in (0, 2) if before[rank] != cluster.head_node.node_ip_address)
+    node = next(node for node in cluster.worker_nodes if node.node_ip_address == before[lost])
+    waiting = {rank: crew.submit(rank, "wait_s", 100.0) for rank in range(4)}
+    cluster.remove_node(node, allow_graceful=False)
+    with pytest.raises(WorkersLost, match=f"waiting: rank {lost} .* died.*; rank {lost + 1} .* died") as raised:
+        crew.gather(waiting, "waiting", timeout_s=90)
+    assert raised.value.reasons.keys() == {lost, lost + 1}
+    crew.replace(raised.value.reasons)
+    after = [seat.node_ip for seat in crew.seats]
+    assert after[lost] == after[lost + 1] != before[lost]
+    assert after[2 - lost] == before[2 - lost]
+    assert crew.silent(range(4)) == {}
     crew.dismiss()

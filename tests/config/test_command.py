@@ -71,6 +71,7 @@ def test_the_plan_shows_topology_and_batches(data_path, capsys):
     assert rows["optimizer steps per iteration"] == "1 of 64 prompts"
     assert rows["total optimizer steps"] == "800"
     assert "planned only, a run is refused: rollout.urls: is empty" in printed
+    assert rows["rank 63"] == "node 7 device 7, dp=7 pp=0 cp=1 tp=3"
     assert rows["samples per prompt"] == "16 at temperature 1"
 
 

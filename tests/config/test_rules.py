@@ -213,6 +213,16 @@ BROKEN = {
         "cluster.mode",
         "found inprocess with num_devices=2: set cluster.mode=ray, or num_devices=1",
     ),
+    "split_layout_has_both_sides": (
+        ["cluster.layout=split", "num_devices=4", "rollout.num_devices=4"],
+        "rollout.num_devices",
+        "found 4, expected 1 to 3 of num_devices=4",
+    ),
+    "colocated": (
+        ["cluster.layout=split", "num_devices=4", "rollout.num_devices=2"],
+        "cluster.layout",
+        "found split; this version runs colocate; --dry-run plans more",
+    ),
     "engines_fill_their_devices": (
         ["num_devices=16", "batch_size=16", "rollout.engine=sglang", "rollout.tp=3", "sync.mode=disk"],
         "rollout.tp",

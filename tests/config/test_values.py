@@ -120,7 +120,6 @@ def test_all_problems_at_once_and_no_consequences(small):
         "algorithm.horizon",
         "eval.max_new_tokens",
         "batch_size",
-        "num_devices",
     ]
 
 

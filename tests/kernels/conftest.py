@@ -1,4 +1,4 @@
-"""`backend`: every back-end, and the C++ one at every instruction set that this machine has.
+"""`backend`: every back-end; the C++ one at every instruction set that this machine has, the CUDA one emulated.
 
 UNIRL_TEST_BACKENDS=triton runs the same tests with another choice, UNIRL_TEST_DEVICE=cuda with all tensors on the GPU:
 test_triton_interpreter.py and test_triton_gpu.py do.
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.kernels import emulation
 from unirl.kernels import cpu
 
 LEVELS = ("generic", "avx2", "avx512")
@@ -24,13 +25,15 @@ def _levels() -> tuple[str, ...]:
 def _backends() -> list[str]:
     if chosen := os.environ.get("UNIRL_TEST_BACKENDS"):
         return chosen.split(",")
-    return ["reference", *(f"cpu-{level}" for level in _levels())]
+    return ["reference", *(f"cpu-{level}" for level in _levels()), "cuda-emulated"]
 
 
 @pytest.fixture(params=_backends())
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name, _, level = request.param.partition("-")
-    if level:
+    if name == "cuda" and level:
+        emulation.install(monkeypatch)
+    elif level:
         monkeypatch.setenv("UNIRL_CPU_ISA", level)
         assert cpu.isa() == level
     return name

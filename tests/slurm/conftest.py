@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -44,26 +45,44 @@ class Jobs:
 
         ranks: processes that train, one on each of the first nodes.
         """
-        run_dir = self.folder / f"run{len(self.submitted)}"
-        command = ["sbatch", "--parsable", f"--output={self.folder}/%j.out", f"--chdir={ROOT}", *options]
-        tiny = [f"model.path={self.model}", "model.maker=null", "batch_size=4", "data.heldout_size=8"]
+        run_dir = self._next_run_dir()
         # The GPUs exist on paper only, so few of them get a rank.
-        tiny += [f"num_devices={ranks}", "devices_per_node=1", f"run_dir={run_dir}"]
-        tiny += ["cluster.layout=colocate", "rollout.num_devices=null"]
+        size = [f"num_devices={ranks}", "devices_per_node=1", "cluster.layout=colocate", "rollout.num_devices=null"]
+        environment = {"UNIRL_PYTHON": sys.executable, "UNIRL_ROOT": str(ROOT)} | environment
+        return self._start(
+            run_dir,
+            *("sbatch", f"--output={self.folder}/%j.out", f"--chdir={ROOT}", *options),
+            *(str(ROOT / "examples" / "slurm" / f"{template}.sbatch"), recipe, *size, *self._tiny(run_dir), *overrides),
+            **environment,
+        )
+
+    def launch(self, *overrides: str) -> "Job":
+        """The job of `python -m unirl.launch slurm` with the recipe and the overrides."""
+        run_dir = self._next_run_dir()
+        return self._start(
+            run_dir,
+            *(sys.executable, "-m", "unirl.launch", "slurm", f"--config-name={RECIPE}", *self._tiny(run_dir)),
+            *(f"--output={self.folder}/%j.out", *overrides),
+        )
+
+    def _next_run_dir(self) -> Path:
+        return self.folder / f"run{len(self.submitted)}"
+
+    def _tiny(self, run_dir: Path) -> list[str]:
+        model = [f"model.path={self.model}", "model.maker=null"]
+        return [*model, "batch_size=4", "data.heldout_size=8", f"run_dir={run_dir}"]
+
+    def _start(self, run_dir: Path, *command: str, **environment: str) -> "Job":
         environment = {
-            "UNIRL_PYTHON": sys.executable,
-            "UNIRL_ROOT": str(ROOT),
             "UNIRL_JOBS": str(self.folder),
             # Eight raylets share this machine: small stores, and no workers that wait for work.
             "UNIRL_RAY_OPTIONS": "--object-store-memory=80000000 --include-log-monitor=false",
             "RAY_enable_worker_prestart": "0",
             "RAY_prestart_worker_first_driver": "0",
         } | environment
-        script = f"examples/slurm/{template}.sbatch"
-        output = self.slurm.run(*command, str(ROOT / script), recipe, *tiny, *overrides, **environment)
-        job = Job(output.strip(), self, run_dir)
-        self.submitted.append(job.id)
-        return job
+        [job_id] = re.findall(r"Submitted batch job (\d+)", self.slurm.run(*command, **environment))
+        self.submitted.append(job_id)
+        return Job(job_id, self, run_dir)
 
 
 @dataclass
@@ -90,13 +109,13 @@ class Job:
     def state(self) -> str:
         return self.jobs.slurm.job(self.id)["JobState"]
 
-    def wait(self, timeout_s: float = 120) -> dict[str, str]:
+    def wait(self, timeout_s: float = 240) -> dict[str, str]:
         """What Slurm says of the job when nothing of it runs any more."""
         ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
         wait_until(lambda: self.state() in ended, timeout_s, f"job {self.id} ends; its output:\n{self.output}")
         return self.jobs.slurm.job(self.id)
 
-    def wait_for_ray(self, num_nodes: int, timeout_s: float = 120) -> list[dict]:
+    def wait_for_ray(self, num_nodes: int, timeout_s: float = 240) -> list[dict]:
         """The nodes of the job's Ray cluster once there are `num_nodes`, by their address."""
 
         def nodes():
@@ -109,11 +128,15 @@ class Job:
         assert result.returncode == 0, result.stderr
         return sorted(json.loads(result.stdout.splitlines()[-1]), key=lambda node: node["NodeManagerAddress"])
 
-    def wait_for_training(self, timeout_s: float = 120) -> None:
+    def wait_for_training(self, timeout_s: float = 240) -> None:
         wait_until(lambda: self.check_is_alive() or len(self.iterations) > 2, timeout_s, f"job {self.id} trains")
 
+    def has_said(self, text: str) -> bool:
+        """Whether the text is in the job's output, of a job that lives."""
+        return text in self.output or bool(self.check_is_alive())
+
     def check_is_alive(self) -> None:
-        assert self.state() in ("PENDING", "RUNNING", "CONFIGURING"), self.output
+        assert self.state() in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING"), self.output
 
     def processes(self) -> list[str]:
         """Command lines of what still runs of the job: steps, Ray's processes, the driver."""

@@ -13,7 +13,6 @@ from tests.slurm.fake_slurm import missing_part, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(missing_part() is not None, reason=str(missing_part()))]
 
-SHORT = ("num_iterations=2",)
 ENDLESS = ("num_iterations=1000000", "checkpoint.every=0", "eval.every=0")
 
 
@@ -38,8 +37,8 @@ def test_flagship_has_64_gpus_on_8_nodes(jobs):
     job.assert_nothing_is_left()
 
 
-def test_the_run_ends_and_so_does_the_job(jobs):
-    job = jobs.submit("train_ar_single_node", *SHORT)
+def test_the_launcher_submits_a_run_and_the_job_ends_with_it(jobs):
+    job = jobs.launch("num_iterations=2")
     assert job.wait()["ExitCode"] == "0:0", job.output
     assert job.iterations == [0, 1, 2]
     assert "the driver ended with exit code 0" in job.output
@@ -86,9 +85,12 @@ def test_separate_rollout_nodes(jobs):
 
 
 def test_components_of_a_heterogeneous_job(jobs):
-    job = jobs.submit("train_ar_heterogeneous", *SHORT, ranks=2, options=("--nodes=1", ":", "--nodes=1"))
+    job = jobs.submit("train_ar_heterogeneous", *ENDLESS, ranks=2, options=("--nodes=1", ":", "--nodes=1"))
     assert roles(job.wait_for_ray(2)) == ["train", "rollout"]
-    assert job.wait()["ExitCode"] == "0:0", job.output
+    job.wait_for_training()
+    assert all(f"on {address}" in job.output for address in ("127.0.0.2", "127.0.0.3"))  # where the ranks are
+    jobs.slurm.run("scancel", job.id)
+    job.wait()
     job.assert_nothing_is_left()
 
 
@@ -121,15 +123,30 @@ def test_a_job_near_its_time_limit_saves_and_resumes_when_it_comes_back(jobs, tm
         "train_ar_requeue",
         *("checkpoint.every=0", "eval.every=0", f"--config-dir={tmp_path}"),
         recipe="long",
-        options=("--nodes=1", "--time=1", "--signal=B:USR1@1"),
+        options=("--nodes=1", "--time=60", "--signal=B:USR1@30"),
     )
-    wait_until(lambda: "goes back into the queue" in job.output, 90, f"job {job.id} is warned: {job.output}")
+    job.wait_for_training()
+    # Slurm counts limits in minutes and looks at them every 30 s: the full minute after this one is near.
+    set_time_limit(job, minutes=1 + seconds_of(jobs.slurm.job(job.id)["RunTime"]) // 60)
+    wait_until(lambda: job.has_said("goes back into the queue"), 120, f"job {job.id} is warned")
     assert "stopped after iteration" in job.output
     trained = job.iterations[-1]
     recipe.write_text(text.replace("num_iterations: 50", f"num_iterations: {trained + 3}"))
-    # Slurm lets a job that came back wait for two minutes; the test does not.
-    jobs.slurm.run("scontrol", "update", f"JobId={job.id}", "StartTime=now")
+    wait_until(lambda: job.state() == "PENDING", 60, f"job {job.id} is in the queue again")
+    set_time_limit(job, minutes=60)
+    # Slurm would wait for two minutes; within the same second it refuses the job's credential as a revoked one.
+    jobs.slurm.run("scontrol", "update", f"JobId={job.id}", "StartTime=now+5seconds")
     ended = job.wait()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), job.output
     assert job.iterations == list(range(trained + 4))
     job.assert_nothing_is_left()
+
+
+def set_time_limit(job, *, minutes):
+    job.jobs.slurm.run("scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes}")
+
+
+def seconds_of(text):
+    """Of a duration as Slurm writes it: 01:02:03."""
+    hours, minutes, seconds = map(int, text.split(":"))
+    return 3600 * hours + 60 * minutes + seconds

@@ -11,7 +11,12 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from unirl.cluster.seat import WATCH, Seat, Seated
@@ -19,6 +24,9 @@ from unirl.errors import UserError
 
 _HIRING_S = 300.0
 """How long processes may take to come up, and devices to become free."""
+
+
+_HIRING_ATTEMPTS, _HIRING_PAUSE_S = 4, 3.0
 
 
 class WorkersLost(RuntimeError):
@@ -106,13 +114,39 @@ class Crew:
         }
 
     def replace(self, ranks: Iterable[int]) -> None:
-        """End these workers, whatever they do, and hire others in their place."""
-        ranks = sorted(ranks)
-        self._kill(ranks)
-        for rank in ranks:
-            self._actors[rank] = self._hire(self.seats[rank].bundle)
-        for rank, seat in _take_seats({rank: self._actors[rank] for rank in ranks}).items():
-            self.seats[rank] = seat
+        """End these workers, whatever they do, and hire others in their place: on other nodes where theirs are lost.
+
+        Raises WorkersLost where they do not come up.
+        """
+        missing = sorted(ranks)
+        self._kill(missing)
+        for attempt in range(_HIRING_ATTEMPTS):
+            self._await_nodes()
+            for rank in missing:
+                self._actors[rank] = self._hire(self.seats[rank].bundle)
+            try:
+                seats = _take_seats({rank: self._actors[rank] for rank in missing})
+            except WorkersLost:
+                # A worker may be known to be lost before its node is.
+                if attempt == _HIRING_ATTEMPTS - 1:
+                    raise
+                for rank in missing:
+                    ray.kill(self._actors[rank], no_restart=True)
+                time.sleep(_HIRING_PAUSE_S)
+            else:
+                for rank, seat in seats.items():
+                    self.seats[rank] = seat
+                return
+
+    def _await_nodes(self) -> None:
+        """Until Ray has moved the bundles of lost nodes to others; not for ever, since there may be none."""
+        deadline = time.monotonic() + _HIRING_S
+        while time.monotonic() < deadline:
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            table = placement_group_table(self._nodes)
+            if table["state"] == "CREATED" and alive.issuperset(table["bundles_to_node_id"].values()):
+                return
+            time.sleep(1)
 
     def dismiss(self) -> None:
         """End all workers and give their devices back; with the session they go as well."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader
 
 from unirl.cluster.codec import send_tensors_as_numpy
 from unirl.errors import UserError
@@ -68,11 +69,12 @@ class RaySession(AbstractContextManager):
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
         self._set_environment({**_LIGHT, "RAY_AUTH_TOKEN_PATH": str(token)})
+        AuthenticationTokenLoader.instance().reset_cache()  # of an earlier session of this process
         # Ray would replace 127.0.0.1 by an address that other machines can reach, and listen on all.
         ray_constants.ENABLE_RAY_CLUSTER = False
         ray.init(
             address="local",
-            num_cpus=1,
+            num_cpus=num_devices,  # nothing counts on it but how many workers may start at a time
             num_gpus=num_devices,  # devices of any kind: workers count on nothing else
             object_store_memory=None if object_store_gb is None else int(object_store_gb * 1e9),
             include_dashboard=False,
@@ -96,6 +98,7 @@ def _remove_stale_folders() -> None:
 
 
 def _join(address: str) -> None:
+    AuthenticationTokenLoader.instance().reset_cache()
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:

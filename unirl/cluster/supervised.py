@@ -91,7 +91,8 @@ class SupervisedGroup:
         if call.shares is not None:  # put once; every rank of a data-parallel index fetches the same object
             call = replace(call, shares=tuple(ray.put(share) for share in call.shares))
         results = self._supervised(lambda: self._attempt(call), call.before_retry)
-        self._memory.note(call, replicated=self.facts[call.model].replicated)
+        if self._options.max_restarts:  # else nothing will ever be brought back
+            self._memory.note(call, replicated=self.facts[call.model].replicated)
         return [results[rank] for rank in call.answering_ranks(self.grid)]
 
     def stream(self, model: str, method: str, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:

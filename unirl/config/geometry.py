@@ -62,7 +62,8 @@ def model_devices(config: TrainConfig) -> int:
 def trainer_devices(config: TrainConfig) -> int:
     """Devices that train: all, or with cluster.layout=split those that do not sample."""
     sampling = config.rollout.num_devices if config.cluster.layout == "split" else None
-    return config.num_devices - (sampling or 0)
+    left = config.num_devices - (sampling or 0)
+    return left if left > 0 else config.num_devices  # there is a rule for a split that leaves none
 
 
 def placement(config: TrainConfig) -> Placement:

@@ -9,10 +9,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from unirl.kernels import cpu, reference
+from unirl.kernels import cpu, cuda, reference
 
 BACKEND_VARIABLE = "UNIRL_KERNEL_BACKEND"
-_BACKENDS = {"reference": "unirl.kernels.reference", "cpu": "unirl.kernels.cpu", "triton": "unirl.kernels.triton"}
+_BACKENDS = {name: f"unirl.kernels.{name}" for name in ("reference", "cpu", "triton", "cuda")}
+# Of each device, the best first.
+_PREFERRED = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 _NO_TRITON = "triton is not installed; pip install --no-deps triton==3.7.1 (it pairs with torch 2.13)"
 _warned: set[str] = set()
 
@@ -54,6 +56,8 @@ def _obstacle(name: str) -> str | None:
     """Why a back-end cannot run on this machine at all; None if it can."""
     if name == "cpu" and not cpu.is_built():
         return cpu.HOW_TO_BUILD
+    if name == "cuda":
+        return cuda.obstacle()
     if name == "triton":
         if importlib.util.find_spec("triton") is None:
             return _NO_TRITON
@@ -68,13 +72,15 @@ def _module(name: str) -> ModuleType:
 
 
 def _best(logits: Tensor) -> ModuleType:
-    name = {"cpu": "cpu", "cuda": "triton"}.get(logits.device.type)
-    if name is None or logits.dtype not in (torch.float32, torch.bfloat16):
+    names = _PREFERRED.get(logits.device.type, ())
+    if not names or logits.dtype not in (torch.float32, torch.bfloat16):
         return reference
-    obstacle = _obstacle(name)
-    if obstacle is None:
-        return _module(name)
-    if name not in _warned:
-        _warned.add(name)
-        warnings.warn(f"token kernels run in plain torch, slowly: {obstacle}", stacklevel=4)
+    obstacles = {name: _obstacle(name) for name in names}
+    for name, obstacle in obstacles.items():
+        if obstacle is None:
+            return _module(name)
+    if names[0] not in _warned:
+        _warned.add(names[0])
+        reasons = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
+        warnings.warn(f"token kernels run in plain torch, slowly: {reasons}", stacklevel=4)
     return reference

@@ -35,7 +35,7 @@ class Plan:
 
 
 def make_plan(launch: Launch, config: TrainConfig) -> Plan:
-    """Raises UserError where the config does not fill whole nodes as the job script needs them."""
+    """Raises UserError where the config does not fit the job script that was asked for."""
     return _local(launch) if launch.place == "local" else _slurm(launch, config)
 
 
@@ -69,11 +69,6 @@ def _template_of(config: TrainConfig) -> str:
 def _sizes(template: str, config: TrainConfig) -> list[list[str]]:
     """The nodes and GPUs of each component of the job, as options of sbatch."""
     nodes, per_node = Geometry.of(config).nodes, min(config.num_devices, config.devices_per_node)
-    if config.num_devices % per_node:
-        raise UserError(
-            f"num_devices={config.num_devices} does not fill {nodes} nodes of devices_per_node={per_node}: use "
-            f"{nodes * per_node} or {(nodes - 1) * per_node}"
-        )
     if template == "train_ar_single_node" and nodes > 1:
         raise UserError(f"--template={template}: num_devices={config.num_devices} needs {nodes} nodes; use train_ar")
     counts = [nodes]
