@@ -99,6 +99,9 @@ class RolloutConfig:
     mem_fraction: float | None = key(
         None, "Share of a device's memory for weights and cache; null: 0.3 on CPU, SGLang's choice on CUDA.", gt=0, lt=1
     )
+    max_total_tokens: int | None = key(
+        None, "Tokens in a SGLang server's cache; null: what mem_fraction leaves room for.", ge=1
+    )
     deterministic: bool = key(
         True, "Samples of SGLang servers depend on their seeds alone; on CUDA that costs throughput."
     )
@@ -108,7 +111,7 @@ class RolloutConfig:
         "servers of rollout.urls need --enable-memory-saver.",
     )
     server_args: dict[str, Any] = key(
-        factory=dict, doc="Further options of SGLang servers, e.g. {max_total_tokens: 16384}."
+        factory=dict, doc="Further options of SGLang servers, e.g. {chunked_prefill_size: 8192}."
     )
     timeout_s: float = key(600.0, "Seconds a sample may go without a token before its server counts as lost.", gt=0)
     start_timeout_s: float = key(600.0, "Seconds a SGLang server may take to start.", gt=0)

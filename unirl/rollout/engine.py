@@ -36,7 +36,9 @@ class RolloutEngine(Protocol):
         """
 
     def metrics(self) -> dict[str, float]:
-        """What an iteration is to report of the engine, by `rollout/...` name; counts are since it was made."""
+        """What an iteration is to report of the engine, by `rollout/...` and `sync/...` names; counts are since it was
+        made.
+        """
 
     def close(self) -> None:
         """Free everything the engine holds; may be called twice."""

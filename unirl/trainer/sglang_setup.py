@@ -65,6 +65,7 @@ def _server_options(config: TrainConfig, folder: Path) -> ServerOptions:
         gpus=tuple(range(num_gpus)),
         max_running=rollout.max_concurrency,
         mem_fraction=rollout.mem_fraction,
+        max_total_tokens=rollout.max_total_tokens,
         num_threads=config.num_threads or 1,
         deterministic=rollout.deterministic,
         trust_remote_code=config.model.trust_remote_code,

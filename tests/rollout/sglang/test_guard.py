@@ -44,6 +44,8 @@ def assert_gone(members: list[psutil.Process]) -> None:
 def test_all_descendants_end_when_the_lifeline_closes(tmp_path):
     process, lifeline = start(tmp_path, STUBBORN)
     members = family(process, 3)
+    while not (tmp_path / "log").read_text():
+        time.sleep(0.02)
     lifeline.close()
     assert process.wait(timeout=30) == 128 + signal.SIGKILL
     assert_gone(members)

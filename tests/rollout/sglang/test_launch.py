@@ -52,13 +52,13 @@ def test_cuda_command():
 def test_given_arguments_replace_and_add():
     given = {
         "dtype": "half",
-        "max_total_tokens": 64,
+        "stream_interval": 64,
         "disable_radix_cache": True,
         "skip_server_warmup": False,
         "x": [1, 2],
     }
     command = arguments(ServerOptions("p", "m", "float32", Path("log"), arguments=given))
-    assert (value(command, "--dtype"), value(command, "--max-total-tokens")) == ("half", "64")
+    assert (value(command, "--dtype"), value(command, "--stream-interval")) == ("half", "64")
     assert command.count("--dtype") == 1
     assert "--disable-radix-cache" in command
     assert "--skip-server-warmup" not in command

@@ -11,7 +11,7 @@ from unirl.rollout.sglang import API_KEY_VARIABLE
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 RECIPE = [
-    *("--config-name=ar/arith_drpo_tiny_sglang_cpu", "rollout.server_args={}", "batch_size=4", "num_iterations=3"),
+    *("--config-name=ar/arith_drpo_tiny_sglang_cpu", "batch_size=4", "num_iterations=3"),
     *("data.size=32", "data.heldout_size=4", "data.max_prompt_tokens=90", "eval.every=0", "sync.checksum_every=1"),
 ]
 

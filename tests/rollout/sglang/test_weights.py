@@ -35,6 +35,8 @@ def test_new_weights_are_sampled_from(published, model):
     assert published.weight_version == version
     assert published.generate([REQUEST])[0][0].weight_versions == (version,) * 24
     assert_holds(published, other)
+    metrics = published.metrics()
+    assert 0 < metrics["sync/gb_per_s"] < 100
 
 
 def test_an_update_between_the_tokens_of_a_sample(published, model):

@@ -57,7 +57,7 @@ class ServerControl:
         model = await self.client.get("/model_info", timeout_s=QUICK_S)
         return ServerInfo(
             context_length=models["data"][0]["max_model_len"],
-            max_prompt_tokens=server["max_req_input_len"],
+            max_prompt_tokens=server["max_req_input_len"] - 1,  # it refuses prompts of that length
             device=server["device"],
             dtype=server["dtype"],
             deterministic=server["enable_deterministic_inference"],

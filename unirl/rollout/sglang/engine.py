@@ -204,7 +204,7 @@ class SGLangRolloutEngine:
     async def _take_memory(self) -> None:
         await self._fleet.each(lambda control: control.resume_memory(timeout_s=self._options.release_timeout_s))
         self._memory_released = False
-        self._fleet.wake()
+        self._fleet.end_quiet()
 
     def release_memory(self) -> None:
         """See `RolloutEngine.release_memory`. Raises RuntimeError while samples are in progress."""
@@ -217,7 +217,7 @@ class SGLangRolloutEngine:
         if in_flight:
             raise RuntimeError(f"{in_flight} samples are in progress: memory is released between two generations")
         async with self._publisher.weights_rest():  # a server that is being revived gets its weights first
-            await self._fleet.sleep()
+            await self._fleet.keep_quiet()
         self._memory_released = True
         await self._fleet.each(self._release_when_idle)
 
@@ -228,15 +228,15 @@ class SGLangRolloutEngine:
 
     def metrics(self) -> dict[str, float]:
         """See `RolloutEngine.metrics`: servers restarted, samples that went on elsewhere, speed of the last update."""
-        speed = self._publisher.gb_per_s
         return {
             "rollout/server_restarts": self._fleet.num_restarts,
             "rollout/samples_resubmitted": self._num_resubmitted,
-            **({} if speed is None else {"sync/gb_per_s": speed}),
+            **self._publisher.metrics(),
         }
 
     def pause(self, mode: PauseMode) -> None:
         """Stop decoding on all servers; see `PauseMode`."""
+        self._loop.run(self._fleet.keep_quiet())
         self._on_all(lambda control: control.pause(mode))
         self._paused = mode
 
@@ -244,6 +244,7 @@ class SGLangRolloutEngine:
         """Go on after `pause`."""
         self._on_all(lambda control: control.resume())
         self._paused = None
+        self._fleet.end_quiet()
 
     def abort_all(self) -> None:
         """End all samples in progress; they come back as aborted, with the tokens they have."""

@@ -33,17 +33,17 @@ class Fleet:
     """Servers under supervision: each has a task that looks at it, and revives it where it is dead or hung.
 
     restore: gives a revived server the weights that the others have; None before the first weights were published.
+    quiet: servers are paused or without memory, so that silence is no sign of death: only the end of a process is.
     """
 
     def __init__(self, servers: Sequence[Server], limits: FleetLimits):
         self.servers = list(servers)
         self.limits = limits
         self.restore: Callable[[Server], Awaitable[None]] | None = None
+        self.quiet = False
         self.num_restarts = 0
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task] = []
-        self._awake = asyncio.Event()
-        self._awake.set()
         self._last_words: set[asyncio.Future] = set()  # held, so that they are spoken
         self._home: dict[int, Server] = {}
 
@@ -119,16 +119,17 @@ class Fleet:
                 await stack.enter_async_context(server.lock)
             yield
 
-    async def sleep(self) -> None:
-        """Nobody looks at a server until `wake`: what it has released, a sign of life would use."""
+    async def keep_quiet(self) -> None:
+        """No server is asked for a sign of life until `end_quiet`: to give one it uses what it has released."""
+        self.quiet = True
         async with self.all_locked():
-            self._awake.clear()
+            pass  # checks that were under way have ended
 
-    def wake(self) -> None:
-        """Look after the servers again, from now on: a sign of life before they have weights would draw from none."""
+    def end_quiet(self) -> None:
+        """Ask again, after the usual time of silence from now on: weights may have to come first."""
         for server in self.servers:
             server.heard()
-        self._awake.set()
+        self.quiet = False
 
     def living(self) -> list[Server]:
         """Servers that are UP."""
@@ -161,10 +162,7 @@ class Fleet:
     async def _supervise(self, server: Server) -> None:
         while server.state is not ServerState.FAILED:
             await self._wait_for_reason_to_look(server)
-            await self._awake.wait()
             async with server.lock:
-                if not self._awake.is_set():
-                    continue
                 server.suspected.clear()
                 problem = await self._problem(server)
                 if problem is not None:
@@ -197,7 +195,8 @@ class Fleet:
     async def _problem(self, server: Server) -> str | None:
         try:
             server.check_process()
-            await server.control.health(self.limits.health_timeout_s)
+            if not self.quiet:
+                await server.control.health(self.limits.health_timeout_s)
         except (ServerLostError, RequestRefusedError) as error:
             return str(error)
         server.heard()

@@ -29,8 +29,14 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 def main(lifeline_fd: int, log_path: str, command: list[str]) -> int:
     """Run `command`; returns its exit code, 128 + the signal's number where one ended it."""
-    lifeline = socket.socket(fileno=lifeline_fd)
+    lifeline, guard_pid = socket.socket(fileno=lifeline_fd), os.getpid()
     libc = ctypes.CDLL(None, use_errno=True)
+
+    def die_with_guard() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard_pid:  # it ended before it could be bound
+            os._exit(1)
+
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with open(log_path, "ab", buffering=0) as log:
         child = subprocess.Popen(
@@ -38,7 +44,7 @@ def main(lifeline_fd: int, log_path: str, command: list[str]) -> int:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+            preexec_fn=die_with_guard,
         )
         try:
             _pump(child, lifeline, _Redacted(log, os.environ.get(API_KEY_VARIABLE, "")))

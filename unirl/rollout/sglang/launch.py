@@ -25,6 +25,7 @@ class ServerOptions:
     python: interpreter of an environment that has SGLang.
     gpus: devices of the node that the server may use, one for each TP rank; empty on CPU.
     max_running: samples decoded at once. mem_fraction: share of the device's memory for weights and cache.
+    max_total_tokens: of the cache.
     deterministic: a sample depends on its own seed (see docs/rollout_engines.md).
     release_memory: it may be asked to release its memory for a while.
     arguments: further options of `sglang.launch_server` by name with underscores; they replace those made here.
@@ -39,6 +40,7 @@ class ServerOptions:
     gpus: tuple[int, ...] = ()
     max_running: int = 64
     mem_fraction: float | None = None
+    max_total_tokens: int | None = None
     num_threads: int = 1
     deterministic: bool = True
     trust_remote_code: bool = False
@@ -74,6 +76,7 @@ def command_line(options: ServerOptions, port: int, key_file: Path) -> list[str]
         "dtype": options.dtype,
         "mem_fraction_static": options.mem_fraction,
         "max_running_requests": options.max_running,
+        "max_total_tokens": options.max_total_tokens,
         "enable_deterministic_inference": options.deterministic,
         "trust_remote_code": options.trust_remote_code,
         "enable_memory_saver": options.release_memory and options.device == "cuda",  # nothing to do on CPU

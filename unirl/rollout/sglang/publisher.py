@@ -46,8 +46,6 @@ class Publisher:
         self._num_resting = 0
         self._weights_rest = asyncio.Event()
         self._sending = asyncio.Lock()
-        self.gb_per_s: float | None = None
-        """Of the last publication: gigabytes of the model, in the servers' dtype, per second of staging and sending."""
 
     def stage(self, weights: WeightSource, version: int) -> None:
         """Take up weights. Raises ValueError where they are not the model's, and then no server sees any of them;
@@ -100,6 +98,14 @@ class Publisher:
             await self._fleet.settled()
         self._num_published += 1
 
+    def metrics(self) -> dict[str, float]:
+        """Of the last publication: gigabytes of the model, in the servers' dtype, per second of staging and sending."""
+        if not self._num_published:
+            return {}
+        itemsize = getattr(torch, self._fleet.servers[0].info.dtype).itemsize
+        num_bytes = sum(weight.numel() for weight in self._model.weights.values()) * itemsize
+        return {"sync/gb_per_s": num_bytes / 1e9 / self._seconds}
+
     async def flush_stale_cache(self) -> None:
         """Forget what an update in place left in the prefix caches; no sample may be in progress."""
         if self._cache_is_stale:
@@ -122,14 +128,9 @@ class Publisher:
     async def _send(self, servers: Sequence[Server], flush: bool) -> None:
         started = time.perf_counter()
         outcomes = await self._transfer.send(servers, flush=flush)
-        seconds = self._seconds + time.perf_counter() - started
-        self.gb_per_s = self._num_bytes() / seconds / 1e9
+        self._seconds += time.perf_counter() - started
         for server, outcome in zip(servers, outcomes, strict=True):
             await self._follow_up(server, outcome)
-
-    def _num_bytes(self) -> int:
-        itemsize = getattr(torch, self._fleet.servers[0].info.dtype).itemsize
-        return sum(weight.numel() for weight in self._model.weights.values()) * itemsize
 
     async def _follow_up(self, server: Server, outcome: Exception | None) -> None:
         if isinstance(outcome, ServerLostError):
