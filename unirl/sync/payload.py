@@ -5,6 +5,7 @@ functions for shared memory. It is made here of nothing else, and without SGLang
 """
 
 import base64
+import functools
 import io
 import os
 from multiprocessing.reduction import ForkingPickler
@@ -34,8 +35,26 @@ def allocate_shared(num_bytes: int) -> torch.Tensor:
             f"{num_bytes / 1e6:.0f} MB there: lower sync.bucket_mb, enlarge it (docker: --shm-size), or set "
             "sync.mode=disk"
         )
+    _start_keeper()
     storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
     return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+@functools.cache
+def _start_keeper() -> None:
+    """Start the process with which torch keeps account of shared memory, apart from this one's error output.
+
+    It lives as long as any process that has used the memory, so perhaps as long as a server: whoever reads the error
+    output of this process to its end would wait for it.
+    """
+    own = os.dup(2)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        torch.UntypedStorage._new_using_filename_cpu(1)
+    finally:
+        os.dup2(own, 2)
+        os.close(own)
 
 
 def tensor_payload(bucket: Bucket) -> str:
