@@ -236,10 +236,25 @@ BROKEN = {
         "rollout.urls",
         "are not launched with rollout.python",
     ),
-    "sync_modes": (
-        ["sync.mode=distributed", "rollout.engine=sglang"],
+    "servers_are_launched_on_one_node": (
+        ["sync.mode=disk", "rollout.engine=sglang", "num_devices=16", "batch_size=16"],
+        "rollout.urls",
+        "is empty: this version launches SGLang servers on one machine, and num_devices=16 are on several",
+    ),
+    "shared_memory_is_of_one_machine": (
+        ["sync.mode=tensor", "rollout.engine=sglang", "rollout.urls=['http://10.0.0.1:30000']"],
         "sync.mode",
-        "found distributed; this version runs inprocess and disk; --dry-run plans more",
+        "http://10.0.0.1:30000 may be another machine, which shares no memory; use distributed",
+    ),
+    "ranks_wait_for_servers": (
+        ["sync.mode=tensor", "rollout.engine=sglang", "cluster.timeout_s=500"],
+        "sync.timeout_s",
+        "found 600, which ranks wait for a server, but cluster.timeout_s=500: raise that",
+    ),
+    "memory_is_released_where_it_is_shared": (
+        ["rollout.release_memory=true"],
+        "rollout.release_memory",
+        "found true with rollout.engine=native and cluster.layout=colocate; it is for sglang and colocate",
     ),
 }
 
@@ -280,6 +295,10 @@ def _is_run_only(problem: str) -> bool:
             "reward.scorer: reasoning_gym grades the problems of data.kind=",
         ),
         (["sync.mode=disk"], "sync.mode: found disk, but rollout.engine=native lives in the trainer's process"),
+        (
+            ["sync.mode=tensor", "rollout.engine=sglang", "num_devices=16", "batch_size=16"],
+            "sync.mode: found tensor, but num_devices=16 are on several machines of devices_per_node=8",
+        ),
         (["model.path=missing"], "model.path: found 'missing': no such folder"),
         (["rollout.environment=calculator"], "rollout.max_episode_tokens: is not set: an episode of"),
         (
@@ -316,6 +335,8 @@ def test_other_ways_to_break_a_rule(overrides, problem, small):
         ["reward.scorer=package.module.Scorer"],
         ["stack.micro_batch_tokens=1088"],
         ["rollout.engine=sglang", "sync.mode=disk"],
+        ["rollout.engine=sglang", "sync.mode=tensor", "rollout.urls=['http://localhost:30000']"],
+        ["rollout.engine=sglang", "sync.mode=distributed", "rollout.release_memory=true"],
         ["rollout.engine=sglang", "sync.mode=disk", "rollout.urls=['http://10.0.0.1:30000','http://[::1]:30000/']"],
         ["sampling.top_k=0"],
         ["algorithm.dynamic_filter=package.module.judge", "sampling.num_samples=1"],

@@ -8,6 +8,7 @@ from unirl.config.schema import TrainConfig
 from unirl.data import Prompt
 from unirl.rollout import single_turn
 from unirl.rollout.engine import RolloutEngine
+from unirl.rollout.weights import LocalWeights
 from unirl.sync import WeightSync
 from unirl.train.log_prob_pass import log_prob_pass
 from unirl.train.megatron.actor import MegatronActor
@@ -60,7 +61,7 @@ class _Audit:
 
     def __init__(self, config: TrainConfig, prompts: Sequence[Prompt], actor: MegatronActor, engine: RolloutEngine):
         self.config, self.prompts, self.actor, self.engine = config, prompts, actor, engine
-        self.sync = WeightSync(actor, engine)
+        self.sync = WeightSync(LocalWeights(actor.export_weights), engine)
         self.num_tokens = 0
 
     def mismatch(self, params: SamplingParams, num_prompts: int, num_samples: int) -> Mismatch:

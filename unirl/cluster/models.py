@@ -120,11 +120,33 @@ class ActorProxy(TrainedProxy, PolicyProxy):
         """(Hugging Face name, full tensor) of every weight, in a fixed order, in the dtype of training."""
         return self.group.stream(self.name, "export_weights", BUCKET_BYTES)
 
+    @property
+    def weights(self) -> "HostedWeights":
+        """The same where they are: a `WeightSource`."""
+        return HostedWeights(self.group, self.name)
+
     def export_hf(self, folder: Path) -> None:
         """Write a new Hugging Face folder: weights, config and tokenizer. Raises FileExistsError where it exists."""
         folder = folder.absolute()
         retry = partial(shutil.rmtree, folder, ignore_errors=True)
         self.group.run(Call(self.name, "export_hf", (folder,), before_retry=retry))
+
+
+class HostedWeights:
+    """The weights of a policy that a worker group hosts; a `WeightSource` with a stage for each pipeline stage."""
+
+    def __init__(self, group: WorkerGroup, name: str):
+        self._group = group
+        self._name = name
+        self.num_stages = group.grid.pp
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._group.stream(self._name, "export_weights", BUCKET_BYTES)
+
+    def feed(self, consume: Callable[[Iterator[tuple[str, torch.Tensor]]], Any], stage: int) -> Any:
+        """See `WeightSource.feed`: the first rank of the stage consumes."""
+        results = self._group.run(Call(self._name, "feed_weights", (consume, stage), answers="all"))
+        return results[self._group.grid.rank(dp=0, pp=stage)]
 
 
 class CriticProxy(TrainedProxy):

@@ -105,6 +105,11 @@ class RolloutConfig:
     deterministic: bool = key(
         True, "Samples of SGLang servers depend on their seeds alone; on CUDA that costs throughput."
     )
+    release_memory: bool = key(
+        False,
+        "SGLang servers release the memory of weights and cache while the trainer computes (cluster.layout colocate); "
+        "servers of rollout.urls need --enable-memory-saver.",
+    )
     server_args: dict[str, Any] = key(
         factory=dict, doc="Further options of SGLang servers, e.g. {chunked_prefill_size: 8192}."
     )
@@ -278,14 +283,19 @@ class ParallelConfig:
 @dataclass
 class SyncConfig:
     mode: str = key(
-        "inprocess", "How weights reach the rollout engine.", choices=["inprocess", "tensor", "disk", "distributed"]
+        "inprocess",
+        "How weights reach the rollout engine: native takes them in process; SGLang through shared memory (tensor), by "
+        "broadcast (distributed) or through files (disk), see docs/weight_sync.md.",
+        choices=["inprocess", "tensor", "disk", "distributed"],
     )
     folder: str | None = key(
         None,
         "Folder that weights pass through (mode disk), which servers can read; null: run_dir/weights.",
     )
-    bucket_mb: int = key(512, "Weights held in memory at a time, in megabytes.", ge=1)
-    timeout_s: float = key(600.0, "Seconds a server may take to load new weights.", gt=0)
+    bucket_mb: int = key(
+        32, "Size of a bucket of weights, in megabytes; tensor and distributed hold two at a time.", ge=1
+    )
+    timeout_s: float = key(600.0, "Seconds a server may take to load new weights, or a bucket of them.", gt=0)
     checksum_every: int = key(
         20, "Compare checksums of all weights with the servers' at the first sync and every so many; 0: never.", ge=0
     )

@@ -30,6 +30,11 @@ class RolloutEngine(Protocol):
         old ones. Raises ValueError when the set of names or a shape does not match the model's.
         """
 
+    def release_memory(self) -> None:
+        """Give back the memory of weights and caches where the engine can, until the next `update_weights` takes it
+        again; to generate before that is an error (RuntimeError).
+        """
+
     def metrics(self) -> dict[str, float]:
         """What an iteration is to report of the engine, by `rollout/...` and `sync/...` names; counts are since it was
         made.

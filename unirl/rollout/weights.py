@@ -1,14 +1,56 @@
-"""Reading the safetensors of a Hugging Face folder, and checking weights against a model."""
+"""Weights by their Hugging Face names: where they come from, and whether they are those of a model."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import safe_open
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _NAMES_SHOWN = 20
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """The weights of a model, wherever its ranks are: (Hugging Face name, full tensor) each.
+
+    They may be gone through again as long as the model stays as it is. num_stages: parts of the model that are held by
+    different processes.
+    """
+
+    num_stages: int
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them, brought to this process."""
+
+    def feed(self, consume: Callable[[Iterator[tuple[str, torch.Tensor]]], Any], stage: int) -> Any:
+        """What `consume` makes of the weights of a stage, called in the process that holds them. Each tensor is given
+        as it is gathered; `consume` is pickled, and so is its result.
+        """
+
+
+class LocalWeights:
+    """Weights in this process, which `export` gives anew each time; a `WeightSource` of one stage."""
+
+    num_stages = 1
+
+    def __init__(self, export: Callable[[], Iterable[tuple[str, torch.Tensor]]]):
+        self._export = export
+
+    @staticmethod
+    def holding(weights: Iterable[tuple[str, torch.Tensor]]) -> "LocalWeights":
+        """All of `weights`, which are held."""
+        held = list(weights)
+        return LocalWeights(lambda: held)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor.detach()) for name, tensor in self._export())
+
+    def feed(self, consume: Callable[[Iterator[tuple[str, torch.Tensor]]], Any], stage: int) -> Any:
+        """See `WeightSource.feed`."""
+        return consume(iter(self))
 
 
 def read_weights(

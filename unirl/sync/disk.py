@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from unirl.rollout.sglang import RequestRefusedError, ServerControl, ServerLostError
+from unirl.rollout.sglang import RequestRefusedError, Server, ServerLostError, Update
 
 
 class DiskTransfer:
@@ -18,6 +18,8 @@ class DiskTransfer:
     bucket_bytes: size of a file, and so of what is held in memory at a time. timeout_s: limit for a server to load.
     """
 
+    keeps_weights = True
+
     def __init__(self, folder: Path, *, bucket_bytes: int, timeout_s: float):
         self._root = folder.absolute()
         self._bucket_bytes = bucket_bytes
@@ -25,13 +27,14 @@ class DiskTransfer:
         self._staged: Path | None = None
         self._version = 0
 
-    def stage(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def stage(self, update: Update) -> None:
         """See `WeightTransfer.stage`. A version stays on disk until the next one is complete."""
+        version = update.version
         aside, target = self._root / f"version_{version}.part", self._root / f"version_{version}"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         try:
-            self._write(weights, aside)
+            self._write(update.stream(), aside)
         except BaseException:
             shutil.rmtree(aside)
             raise
@@ -53,14 +56,14 @@ class DiskTransfer:
             size += tensor.nbytes
         save_file(bucket, folder / f"model-{num_files:05d}.safetensors", {"format": "pt"})
 
-    async def send(self, servers: Sequence[ServerControl]) -> list[Exception | None]:
+    async def send(self, servers: Sequence[Server], *, flush: bool = True) -> list[Exception | None]:
         """See `WeightTransfer.send`; the servers read at the same time."""
-        return list(await asyncio.gather(*map(self._load, servers)))
+        return list(await asyncio.gather(*(self._load(server, flush) for server in servers)))
 
-    async def _load(self, server: ServerControl) -> Exception | None:
-        body = {"model_path": str(self._staged), "weight_version": str(self._version), "flush_cache": True}
+    async def _load(self, server: Server, flush: bool) -> Exception | None:
+        body = {"model_path": str(self._staged), "weight_version": str(self._version), "flush_cache": flush}
         try:
-            await server.update_weights("disk", body, timeout_s=self._timeout_s)
+            await server.control.update_weights("disk", body, timeout_s=self._timeout_s)
         except (ServerLostError, RequestRefusedError) as error:
             return error
         return None

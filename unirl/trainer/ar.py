@@ -89,7 +89,7 @@ class ARTrainer:
             allow_multi_update=config.algorithm.allow_multi_update,
             critic=self.critic and CriticTrainer(self.critic, config.algorithm.critic, config.stack),
         )
-        self.sync = WeightSync(self.actor, self.engine)
+        self.sync = WeightSync(self.actor.weights, self.engine)
 
     def fit(self) -> int:
         """Train until `num_iterations`, or until Ctrl-C. Returns the process's exit code: 0, or 130 when stopped."""
@@ -116,6 +116,8 @@ class ARTrainer:
         config, iteration, started = self.config, self.state.iteration, time.perf_counter()
         with self.stop.abandonable():
             batch = self.collector.collect(iteration, self.state.next_sample_id, self.display)
+            if config.rollout.release_memory:
+                self.engine.release_memory()  # until the sync takes it again
             with self.display.phase("reference") as reference:
                 part = self._with_reference(batch.part)
             with self.display.phase("values") as values:

@@ -17,7 +17,7 @@ from unirl.rollout.sglang import (
     find_python,
     per_server,
 )
-from unirl.sync.disk import DiskTransfer
+from unirl.sync import DiskTransfer, DistributedTransfer, TensorTransfer
 from unirl.train.megatron.hf_folder import resolve_folder
 
 
@@ -40,6 +40,7 @@ def make_sglang_engine(config: TrainConfig) -> SGLangRolloutEngine:
             deterministic=rollout.deterministic,
             checksum_every=config.sync.checksum_every,
             checksum_timeout_s=config.sync.timeout_s,
+            release_timeout_s=config.sync.timeout_s,
         ),
         api_key=os.environ.get(API_KEY_VARIABLE),
     )
@@ -69,11 +70,17 @@ def _server_options(config: TrainConfig, folder: Path) -> ServerOptions:
         deterministic=rollout.deterministic,
         trust_remote_code=config.model.trust_remote_code,
         health_timeout_s=rollout.health_timeout_s,
+        release_memory=rollout.release_memory,
         arguments=rollout.server_args,
     )
 
 
 def _make_transfer(config: TrainConfig) -> WeightTransfer:
     sync = config.sync
+    limits = {"bucket_bytes": sync.bucket_mb * 10**6, "timeout_s": sync.timeout_s}
+    if sync.mode == "tensor":
+        return TensorTransfer(**limits)
+    if sync.mode == "distributed":
+        return DistributedTransfer(**limits)
     folder = Path(sync.folder) if sync.folder else Path(config.run_dir) / "weights"
-    return DiskTransfer(folder, bucket_bytes=sync.bucket_mb * 10**6, timeout_s=sync.timeout_s)
+    return DiskTransfer(folder, **limits)

@@ -65,8 +65,10 @@ def test_weights_are_hashed_in_the_servers_dtype():
 
 def test_an_unknown_layout_is_noted():
     collector = ChecksumCollector(device="cpu", dtype=torch.float32, tp=1, head_dim=4)
-    list(collector.watch({"experts.w1": torch.zeros(2), "norm.weight": torch.zeros(2)}.items()))
-    assert collector.unknown == ["experts.w1"]
+    weights = {"experts.w1": torch.zeros(2), "norm.weight": torch.zeros(2)}
+    assert collector.unknown(weights) == ["experts.w1"]
+    list(collector.watch(weights.items()))
+    assert list(collector.ranks[0]) == ["norm.weight"]
 
 
 def slow_cuda_hash(data: bytes) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.rollout.conftest import reference_log_probs
-from tests.rollout.sglang.conftest import requests_in_progress, while_generating
+from tests.rollout.sglang.conftest import requests_in_progress, weights_of, while_generating
 from unirl.types import GenerationRequest, SampleStatus, SamplingParams
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -164,10 +164,10 @@ def test_ctrl_c_leaves_nothing_running(published):
         time.sleep(0.2)
 
 
-def test_memory_is_released_and_taken_again(published):
+def test_memory_is_released_and_taken_again(published, model):
     before = published.generate(requests_in_progress(4, 8))[1]
-    published.release_memory(["kv_cache"])
-    published.resume_memory(["kv_cache"])
+    published.release_memory()
+    published.update_weights(weights_of(model), published.weight_version + 1)
     after = published.generate(requests_in_progress(4, 8))[1]
     assert [sample.token_ids for sample in after] == [sample.token_ids for sample in before]
 

@@ -14,7 +14,46 @@ def weights_can_reach_the_engine(config: TrainConfig) -> str | None:
         return None
     if engine == "native":
         return f"found {mode}, but rollout.engine=native lives in the trainer's process; use inprocess"
-    return "found inprocess, but SGLang servers are processes of their own; use disk"
+    return "found inprocess, but SGLang servers are processes of their own; use tensor, distributed or disk"
+
+
+@rule("sync.mode", "rollout.urls", "num_devices", "devices_per_node")
+def shared_memory_is_of_one_machine(config: TrainConfig) -> str | None:
+    """sync.mode=tensor needs trainer and servers on one machine."""
+    if config.sync.mode != "tensor":
+        return None
+    remote = [url for url in config.rollout.urls if not re.match(r"https?://(localhost|127\.|\[::1\])", url)]
+    if remote:
+        return f"found tensor, but {remote[0]} may be another machine, which shares no memory; use distributed"
+    if config.num_devices > config.devices_per_node:
+        return (
+            f"found tensor, but num_devices={config.num_devices} are on several machines of devices_per_node="
+            f"{config.devices_per_node}; use distributed"
+        )
+    return None
+
+
+@rule("sync.timeout_s", "sync.mode", "parallel.timeout_s", "cluster.timeout_s")
+def ranks_wait_for_servers(config: TrainConfig) -> str | None:
+    """sync.mode=tensor and distributed need parallel.timeout_s and cluster.timeout_s longer than sync.timeout_s."""
+    if config.sync.mode not in ("tensor", "distributed"):
+        return None
+    limits = {"parallel.timeout_s": config.parallel.timeout_s, "cluster.timeout_s": config.cluster.timeout_s}
+    shorter = [f"{name}={limit:g}" for name, limit in limits.items() if limit <= config.sync.timeout_s]
+    if not shorter:
+        return None
+    return f"found {config.sync.timeout_s:g}, which ranks wait for a server, but {', '.join(shorter)}: raise that"
+
+
+@rule("rollout.release_memory", "rollout.engine", "cluster.layout")
+def memory_is_released_where_it_is_shared(config: TrainConfig) -> str | None:
+    """rollout.release_memory is for SGLang servers on the trainer's devices: cluster.layout=colocate."""
+    if not config.rollout.release_memory or (config.rollout.engine, config.cluster.layout) == ("sglang", "colocate"):
+        return None
+    return (
+        f"found true with rollout.engine={config.rollout.engine} and cluster.layout={config.cluster.layout}; it is for "
+        "sglang and colocate"
+    )
 
 
 @rule("rollout.urls")

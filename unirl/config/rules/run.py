@@ -29,13 +29,15 @@ def address_is_given_in_full(config: TrainConfig) -> str | None:
     return f"found {address!r}, expected host:port as `ray start --head` prints it, or null"
 
 
-@rule("sync.mode", run_only=True)
-def sync_modes(config: TrainConfig) -> str | None:
-    """This version runs sync.mode=inprocess and disk."""
-    mode = config.sync.mode
-    if mode in ("inprocess", "disk"):
+@rule("rollout.urls", "rollout.engine", "num_devices", "devices_per_node", run_only=True)
+def servers_are_launched_on_one_node(config: TrainConfig) -> str | None:
+    """This version launches SGLang servers on one machine; for runs on several, rollout.urls names running ones."""
+    if config.rollout.engine != "sglang" or config.rollout.urls or config.num_devices <= config.devices_per_node:
         return None
-    return f"found {mode}; this version runs inprocess and disk; --dry-run plans more"
+    return (
+        f"is empty: this version launches SGLang servers on one machine, and num_devices={config.num_devices} are on "
+        "several; name servers that run already; --dry-run plans more"
+    )
 
 
 @rule("rollout.num_devices", "cluster.layout", "num_devices")

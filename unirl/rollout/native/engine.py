@@ -81,6 +81,9 @@ class NativeRolloutEngine:
             state[name].copy_(tensor)
         self.weight_version = version
 
+    def release_memory(self) -> None:
+        """See `RolloutEngine.release_memory`: nothing, caches live only while samples are drawn."""
+
     def metrics(self) -> dict[str, float]:
         """See `RolloutEngine.metrics`: nothing."""
         return {}

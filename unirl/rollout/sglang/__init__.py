@@ -1,23 +1,28 @@
 """Rollouts on SGLang servers."""
 
-from unirl.rollout.sglang.client import RequestRefusedError, ServerLostError
+from unirl.rollout.sglang.checksums import ChecksumCollector
+from unirl.rollout.sglang.client import RequestRefusedError, ServerLostError, SGLangClient
 from unirl.rollout.sglang.control import ServerControl
 from unirl.rollout.sglang.engine import EngineOptions, SGLangRolloutEngine
 from unirl.rollout.sglang.fleet import FleetLimits
 from unirl.rollout.sglang.guard import API_KEY_VARIABLE
 from unirl.rollout.sglang.launch import ServerOptions, find_python
-from unirl.rollout.sglang.server import per_server
-from unirl.rollout.sglang.transfer import WeightSyncError, WeightTransfer
+from unirl.rollout.sglang.server import Server, per_server
+from unirl.rollout.sglang.transfer import Update, WeightSyncError, WeightTransfer
 
 __all__ = [
     "API_KEY_VARIABLE",
+    "ChecksumCollector",
     "EngineOptions",
     "FleetLimits",
     "RequestRefusedError",
+    "SGLangClient",
     "SGLangRolloutEngine",
+    "Server",
     "ServerControl",
     "ServerLostError",
     "ServerOptions",
+    "Update",
     "WeightSyncError",
     "WeightTransfer",
     "find_python",

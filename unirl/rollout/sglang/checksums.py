@@ -6,7 +6,7 @@ and up another, of the shard of each TP rank, by SHA-256 on CPU and by a kernel 
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -32,14 +32,29 @@ class ChecksumCollector:
     """
 
     def __init__(self, *, device: str, dtype: torch.dtype, tp: int, head_dim: int):
-        self._hash = _hash_on_cuda if device == "cuda" else _hash_on_cpu
+        self._device = device
         self._dtype, self._tp, self._head_dim = dtype, tp, head_dim
         self._mlp_multiple = tp * _CPU_MLP_MULTIPLE if device == "cpu" else tp
         self._waiting: dict[str, dict[int, torch.Tensor]] = {}
         self.ranks: list[dict[str, str]] = [{} for _ in range(tp)]
         """Of each TP rank: hash by the server's name, 16 hex digits."""
-        self.unknown: list[str] = []
-        """Weights that have passed whose layout in a server is not known."""
+
+    def emptied(self) -> "ChecksumCollector":
+        """One for other weights of the same servers."""
+        return ChecksumCollector(device=self._device, dtype=self._dtype, tp=self._tp, head_dim=self._head_dim)
+
+    def merge(self, other: "ChecksumCollector") -> None:
+        """Take up what another one has collected of the same model."""
+        for ours, theirs in zip(self.ranks, other.ranks, strict=True):
+            ours.update(theirs)
+
+    def unknown(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
+        """Those of `weights`, of any device, whose layout in a server is not known."""
+        return [
+            name
+            for name, tensor in weights.items()
+            if (layer := _split_name(name)[1]) not in _PARTS and self._shard(layer, tensor, 0) is None
+        ]
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """`weights`, hashed as they pass."""
@@ -51,9 +66,7 @@ class ChecksumCollector:
         prefix, layer, kind = _split_name(name)
         if layer not in _PARTS:
             shards = [self._shard(layer, tensor, rank) for rank in range(self._tp)]
-            if shards[0] is None:
-                self.unknown.append(name)
-            else:
+            if shards[0] is not None:
                 self._hash_shards(name, shards)
             return
         fused, place, count = _PARTS[layer]
@@ -86,8 +99,9 @@ class ChecksumCollector:
         return tensor if layer.endswith("norm") or layer in ("down_proj", "o_proj") else None
 
     def _hash_shards(self, name: str, shards: list[torch.Tensor]) -> None:
+        compute = _hash_on_cuda if self._device == "cuda" else _hash_on_cpu
         for rank, shard in enumerate(shards):
-            self.ranks[rank][name] = self._hash(shard.contiguous())
+            self.ranks[rank][name] = compute(shard.contiguous())
 
 
 def _split_name(name: str) -> tuple[str, str, str]:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from unirl.errors import UserError
 from unirl.rollout.engine import ProgressCallback
 from unirl.rollout.sglang.background import BackgroundLoop
 from unirl.rollout.sglang.client import RequestRefusedError, ServerLostError
-from unirl.rollout.sglang.control import MEMORY, PauseMode, ServerControl
+from unirl.rollout.sglang.control import PauseMode, ServerControl
 from unirl.rollout.sglang.fleet import Fleet, FleetLimits
 from unirl.rollout.sglang.launch import ServerOptions
 from unirl.rollout.sglang.model import ModelFacts
@@ -22,9 +22,11 @@ from unirl.rollout.sglang.publisher import Publisher
 from unirl.rollout.sglang.sample import Room, Sample
 from unirl.rollout.sglang.server import Server
 from unirl.rollout.sglang.transfer import WeightSyncError, WeightTransfer
+from unirl.rollout.weights import LocalWeights, WeightSource
 from unirl.types import Completion, GenerationRequest
 
 _log = logging.getLogger(__name__)
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,17 @@ class EngineOptions:
     deterministic: samples must depend on their seeds alone; servers that do not are refused.
     checksum_every: compare checksums of all weights at the first weight update and every so many; 0: never.
     checksum_timeout_s: limit for a server to compute them.
+    trainer_waits: the policy does not change while `generate` runs, so that a server that is lost meanwhile can be
+    given its weights again by a transfer that keeps none; else such a server waits for the next update.
+    release_timeout_s: limit for a server to release its memory and to take it again.
     """
 
     timeout_s: float = 600.0
     deterministic: bool = True
     checksum_every: int = 20
     checksum_timeout_s: float = 600.0
+    trainer_waits: bool = True
+    release_timeout_s: float = 600.0
 
 
 class SGLangRolloutEngine:
@@ -73,6 +80,8 @@ class SGLangRolloutEngine:
         self._options = options or EngineOptions()
         self._num_resubmitted = 0
         self._weights_known = True
+        self._paused: PauseMode | None = None
+        self._memory_released = False
         self._closed = False
         self._loop = BackgroundLoop("sglang-engine")
         try:
@@ -111,9 +120,11 @@ class SGLangRolloutEngine:
     ) -> list[list[Completion]]:
         """See `RolloutEngine.generate`. A sample also ends, truncated, where the server's context length ends.
 
-        Raises UserError where no server is left.
+        Raises UserError where no server is left, RuntimeError while memory is released.
         """
         self._check_open()
+        if self._memory_released:
+            raise RuntimeError("the servers' memory is released: update the weights before samples are drawn")
         if not self._weights_known:
             raise WeightSyncError("the last weight update failed, so that servers may differ: update the weights first")
         room = Room.of([server.info for server in self._fleet.servers], self._model.max_positions)
@@ -124,6 +135,13 @@ class SGLangRolloutEngine:
         return [[sample.completion() for sample in group] for group in groups]
 
     async def _complete_all(self, groups: list[list[Sample]], on_progress: ProgressCallback) -> None:
+        async with AsyncExitStack() as stack:
+            if self._options.trainer_waits:
+                await stack.enter_async_context(self._publisher.weights_rest())
+            await self._publisher.flush_stale_cache()
+            await self._complete_each(groups, on_progress)
+
+    async def _complete_each(self, groups: list[list[Sample]], on_progress: ProgressCallback) -> None:
         self._fleet.forget_groups()
         finished = 0
 
@@ -166,18 +184,50 @@ class SGLangRolloutEngine:
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `RolloutEngine.update_weights`. Weights that are not the model's are refused before any server sees them.
 
+        A `WeightSource` may be asked for its weights again, for a server that is revived, until the next update; of
+        other weights, all are held until then. Samples in progress go on with the new weights between two tokens.
+        Memory that was released is taken again.
+
         A server that is lost meanwhile is revived with the new weights. Raises WeightSyncError where a server refuses
         them or holds others afterwards: nothing can be generated then until an update succeeds.
         """
         self._check_open()
-        self._publisher.stage(weights, version)
+        source = weights if isinstance(weights, WeightSource) else LocalWeights.holding(weights)
+        self._publisher.stage(source, version)
         self._weights_known = False
-        self._loop.run(self._publisher.publish())
+        if self._memory_released:
+            self._loop.run(self._take_memory())
+        self._loop.run(self._publisher.publish(self._paused))
         self._weights_known = True
         self.weight_version = version
 
+    async def _take_memory(self) -> None:
+        await self._fleet.each(lambda control: control.resume_memory(timeout_s=self._options.release_timeout_s))
+        self._memory_released = False
+        self._fleet.end_quiet()
+
+    def release_memory(self) -> None:
+        """See `RolloutEngine.release_memory`. Raises RuntimeError while samples are in progress."""
+        self._check_open()
+        if not self._memory_released:
+            self._loop.run(self._release_memory())
+
+    async def _release_memory(self) -> None:
+        in_flight = sum(server.in_flight for server in self._fleet.servers)
+        if in_flight:
+            raise RuntimeError(f"{in_flight} samples are in progress: memory is released between two generations")
+        async with self._publisher.weights_rest():  # a server that is being revived gets its weights first
+            await self._fleet.keep_quiet()
+        self._memory_released = True
+        await self._fleet.each(self._release_when_idle)
+
+    async def _release_when_idle(self, control: ServerControl) -> None:
+        while await control.running():  # the step behind the last token
+            await asyncio.sleep(_POLL_S)
+        await control.release_memory(timeout_s=self._options.release_timeout_s)
+
     def metrics(self) -> dict[str, float]:
-        """See `RolloutEngine.metrics`: servers restarted, samples that went on elsewhere, the last weight update."""
+        """See `RolloutEngine.metrics`: servers restarted, samples that went on elsewhere, speed of the last update."""
         return {
             "rollout/server_restarts": self._fleet.num_restarts,
             "rollout/samples_resubmitted": self._num_resubmitted,
@@ -188,22 +238,13 @@ class SGLangRolloutEngine:
         """Stop decoding on all servers; see `PauseMode`."""
         self._loop.run(self._fleet.keep_quiet())
         self._on_all(lambda control: control.pause(mode))
+        self._paused = mode
 
     def resume(self) -> None:
         """Go on after `pause`."""
         self._on_all(lambda control: control.resume())
-        self._fleet.quiet = False
-
-    def release_memory(self, tags: Sequence[str] = MEMORY) -> None:
-        """Free device memory of all servers until `resume_memory`; no samples may be in progress."""
-        self._loop.run(self._fleet.keep_quiet())
-        self._on_all(lambda control: control.flush_cache())
-        self._on_all(lambda control: control.release_memory(tags))
-
-    def resume_memory(self, tags: Sequence[str] = MEMORY) -> None:
-        """Take it again; weights come back without values, so update them before anything is generated."""
-        self._on_all(lambda control: control.resume_memory(tags))
-        self._fleet.quiet = False
+        self._paused = None
+        self._fleet.end_quiet()
 
     def abort_all(self) -> None:
         """End all samples in progress; they come back as aborted, with the tokens they have."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from unirl.errors import UserError
 from unirl.rollout.sglang.client import RequestRefusedError, ServerLostError
+from unirl.rollout.sglang.control import ServerControl
 from unirl.rollout.sglang.server import Server, ServerState
 from unirl.rollout.sglang.transfer import WeightSyncError
 
@@ -119,14 +120,32 @@ class Fleet:
             yield
 
     async def keep_quiet(self) -> None:
-        """From now on no server is asked for a sign of life, until `quiet` is set to false."""
+        """No server is asked for a sign of life until `end_quiet`: to give one it uses what it has released."""
         self.quiet = True
         async with self.all_locked():
             pass  # checks that were under way have ended
 
+    def end_quiet(self) -> None:
+        """Ask again, after the usual time of silence from now on: weights may have to come first."""
+        for server in self.servers:
+            server.heard()
+        self.quiet = False
+
     def living(self) -> list[Server]:
         """Servers that are UP."""
         return [server for server in self.servers if server.state is ServerState.UP]
+
+    async def each(self, call: Callable[[ServerControl], Awaitable[None]]) -> None:
+        """Make the call of every living server; one that is lost or refuses is looked at by its supervisor."""
+
+        async def guarded(server: Server) -> None:
+            try:
+                await call(server.control)
+            except (ServerLostError, RequestRefusedError) as error:
+                _log.warning("%s: %s", server, error)
+                self.report_lost(server)
+
+        await asyncio.gather(*(guarded(server) for server in self.living()))
 
     def _choose(self, group: int) -> Server | None:
         free = [server for server in self.living() if server.in_flight < self.limits.max_concurrency]

@@ -27,6 +27,7 @@ class ServerOptions:
     max_running: samples decoded at once. mem_fraction: share of the device's memory for weights and cache.
     max_total_tokens: of the cache.
     deterministic: a sample depends on its own seed (see docs/rollout_engines.md).
+    release_memory: it may be asked to release its memory for a while.
     arguments: further options of `sglang.launch_server` by name with underscores; they replace those made here.
     """
 
@@ -44,6 +45,7 @@ class ServerOptions:
     deterministic: bool = True
     trust_remote_code: bool = False
     health_timeout_s: float = 60.0
+    release_memory: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -77,6 +79,7 @@ def command_line(options: ServerOptions, port: int, key_file: Path) -> list[str]
         "max_total_tokens": options.max_total_tokens,
         "enable_deterministic_inference": options.deterministic,
         "trust_remote_code": options.trust_remote_code,
+        "enable_memory_saver": options.release_memory and options.device == "cuda",  # nothing to do on CPU
         "incremental_streaming_output": True,
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "skip_server_warmup": True,

@@ -1,19 +1,21 @@
 """The common frame of every way to bring weights to servers: names, checksums, lost servers, refusals."""
 
-import functools
+import asyncio
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import torch
 
 from unirl.errors import UserError
 from unirl.rollout.sglang.checksums import ChecksumCollector
 from unirl.rollout.sglang.client import ServerLostError
+from unirl.rollout.sglang.control import PauseMode
 from unirl.rollout.sglang.fleet import Fleet
 from unirl.rollout.sglang.model import ModelFacts
 from unirl.rollout.sglang.server import Server
-from unirl.rollout.sglang.transfer import WeightSyncError, WeightTransfer
-from unirl.rollout.weights import checked_weights
+from unirl.rollout.sglang.transfer import Update, WeightSyncError, WeightTransfer
+from unirl.rollout.weights import WeightSource
 
 
 class Publisher:
@@ -38,62 +40,97 @@ class Publisher:
         self._checksum_every = checksum_every
         self._checksum_timeout_s = checksum_timeout_s
         self._num_published = 0
-        self._num_bytes = self._started = self._seconds = 0.0
         self._sums: ChecksumCollector | None = None
+        self._seconds = 0.0
+        self._cache_is_stale = False
+        self._num_resting = 0
+        self._weights_rest = asyncio.Event()
+        self._sending = asyncio.Lock()
 
-    def stage(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def stage(self, weights: WeightSource, version: int) -> None:
         """Take up weights. Raises ValueError where they are not the model's, and then no server sees any of them;
         UserError where checksums are due and cannot be computed.
         """
-        self._started, self._num_bytes = time.perf_counter(), 0.0
+        started = time.perf_counter()
         self._sums = self._checksums_if_due()
-        weights = self._counted(checked_weights(weights, self._model.weights, f"update to version {version}"))
-        self._transfer.stage(self._sums.watch(weights) if self._sums else weights, version)
-        if self._sums and self._sums.unknown:
-            raise UserError(
-                f"it is not known how an SGLang server stores {', '.join(self._sums.unknown[:5])}, so that checksums "
-                "cannot be compared: set sync.checksum_every=0"
-            )
-
-    def _counted(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            self._num_bytes += tensor.nbytes
-            yield name, tensor
+        self._transfer.stage(Update(weights, version, self._model.weights, self._sums))
+        self._seconds = time.perf_counter() - started
 
     def _checksums_if_due(self) -> ChecksumCollector | None:
         every = self._checksum_every
         if every == 0 or self._num_published % every:
             return None
         info = self._fleet.servers[0].info
-        return ChecksumCollector(
+        sums = ChecksumCollector(
             device=info.device, dtype=getattr(torch, info.dtype), tp=info.tp, head_dim=self._model.head_dim
         )
+        if unknown := sums.unknown(self._model.weights):
+            raise UserError(
+                f"it is not known how an SGLang server stores {', '.join(unknown[:5])}, so that checksums cannot be "
+                "compared: set sync.checksum_every=0"
+            )
+        return sums
 
-    async def publish(self) -> None:
+    async def publish(self, paused: PauseMode | None = None) -> None:
         """Send the staged weights to all servers; one that is lost meanwhile is revived with them.
+
+        paused: how the servers stand still already; None: they are stopped for the update, so that it falls between two
+        tokens. What is in progress goes on after it, or is aborted where the update fails.
 
         Raises WeightSyncError where a server refuses them or holds others afterwards, UserError where none is left.
         """
-        self._fleet.restore = functools.partial(self._restore, sums=self._sums)
-        async with self._fleet.all_locked():  # a revival in progress ends first
-            living = self._fleet.living()
-            outcomes = await self._transfer.send([server.control for server in living])
-            for server, outcome in zip(living, outcomes, strict=True):
-                await self._follow_up(server, outcome)
-        for server in self._fleet.servers:
-            server.restarts = 0
-        await self._fleet.settled()
+        self._fleet.restore = self._restore
+        async with self.weights_rest():
+            async with self._fleet.all_locked():  # a revival in progress ends first
+                if paused is None:
+                    await self._fleet.each(lambda control: control.pause("retract"))
+                try:
+                    await self._send(self._fleet.living(), flush=paused != "in_place")
+                    self._cache_is_stale = paused == "in_place"
+                except BaseException:
+                    await self._fleet.each(lambda control: control.abort_all())
+                    raise
+                finally:
+                    if paused is None:
+                        await self._fleet.each(lambda control: control.resume())
+            for server in self._fleet.servers:
+                server.restarts = 0
+            await self._fleet.settled()
         self._num_published += 1
-        self._seconds = time.perf_counter() - self._started
 
     def metrics(self) -> dict[str, float]:
-        """Of the last publication: size of the weights, and that over the time from the trainer to all servers, with
-        checksums where they were due. Nothing before the first.
-        """
+        """Of the last publication: gigabytes of the model, in the servers' dtype, per second of staging and sending."""
         if not self._num_published:
             return {}
-        megabytes = self._num_bytes / 1e6
-        return {"sync/megabytes": megabytes, "sync/megabytes_per_second": megabytes / self._seconds}
+        itemsize = getattr(torch, self._fleet.servers[0].info.dtype).itemsize
+        num_bytes = sum(weight.numel() for weight in self._model.weights.values()) * itemsize
+        return {"sync/gb_per_s": num_bytes / 1e9 / self._seconds}
+
+    async def flush_stale_cache(self) -> None:
+        """Forget what an update in place left in the prefix caches; no sample may be in progress."""
+        if self._cache_is_stale:
+            await self._fleet.each(lambda control: control.flush_cache())
+            self._cache_is_stale = False
+
+    @asynccontextmanager
+    async def weights_rest(self) -> AsyncIterator[None]:
+        """While the model that weights are taken from does not change, so that a server can be revived with them."""
+        self._num_resting += 1
+        self._weights_rest.set()
+        try:
+            yield
+        finally:
+            self._num_resting -= 1
+            async with self._sending:  # a revival in progress ends first
+                if self._num_resting == 0:
+                    self._weights_rest.clear()
+
+    async def _send(self, servers: Sequence[Server], flush: bool) -> None:
+        started = time.perf_counter()
+        outcomes = await self._transfer.send(servers, flush=flush)
+        self._seconds += time.perf_counter() - started
+        for server, outcome in zip(servers, outcomes, strict=True):
+            await self._follow_up(server, outcome)
 
     async def _follow_up(self, server: Server, outcome: Exception | None) -> None:
         if isinstance(outcome, ServerLostError):
@@ -105,12 +142,18 @@ class Publisher:
         except ServerLostError:
             self._fleet.report_lost(server)
 
-    async def _restore(self, server: Server, sums: ChecksumCollector | None) -> None:
-        """Give a revived server what was published last."""
-        [outcome] = await self._transfer.send([server.control])
+    async def _restore(self, server: Server) -> None:
+        """Give a revived server what was published last, once that is at rest."""
+        while True:
+            if not self._transfer.keeps_weights:
+                await self._weights_rest.wait()
+            async with self._sending:
+                if self._transfer.keeps_weights or self._weights_rest.is_set():
+                    [outcome] = await self._transfer.send([server])
+                    break
         if outcome is not None:
             raise outcome
-        await self._verify(server, sums)
+        await self._verify(server, self._sums)
 
     async def _verify(self, server: Server, sums: ChecksumCollector | None) -> None:
         if sums is None:

@@ -61,6 +61,11 @@ class Server:
         return self._process.pid if self._process else None
 
     @property
+    def gpus(self) -> tuple[int, ...]:
+        """Devices of this machine that it was launched on; none where that is not known."""
+        return self._source.gpus if self.is_launched_here else ()
+
+    @property
     def endpoint(self) -> tuple[str, str | None]:
         """URL and API key."""
         return (self._process.url, self._process.api_key) if self._process else (self._source, self._api_key)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from unirl.train.megatron.hosted import of_all_rows
 from unirl.train.megatron.model import context_split
 from unirl.train.megatron.policy import MegatronPolicy
 from unirl.train.megatron.training import Trained
-from unirl.train.megatron.weights import export_hf, iterate_weights
+from unirl.train.megatron.weights import export_hf, feed_stage, iterate_weights
 from unirl.train.packing import MicroBatch
 
 LossFn = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict]]
@@ -83,6 +84,12 @@ class MegatronActor(Trained, MegatronPolicy):
         The vocabulary is without padding and a tied head is not repeated. Every rank runs it to its end and gets all.
         """
         return iterate_weights(self.chunks)
+
+    def feed_weights(self, consume: Callable[[Iterator[tuple[str, torch.Tensor]]], Any], stage: int) -> Any:
+        """What `consume` makes of the weights of a pipeline stage, which only the stage's first rank calls and returns;
+        every rank calls this. Names, values and order are those of `export_weights`.
+        """
+        return feed_stage(self.chunks, consume, stage)
 
     def export_hf(self, folder: Path) -> None:
         """Write a new Hugging Face folder: weights, config and tokenizer; all ranks call it, rank 0 writes.

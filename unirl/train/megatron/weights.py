@@ -1,10 +1,10 @@
 """Hugging Face weights into and out of the shards of a model, whatever its parallel sizes, one tensor at a time."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -97,6 +97,23 @@ def export_hf(
             write_hf_folder(weights, source, folder, max_shard_bytes=max_shard_bytes)
     finally:
         for _ in weights:  # the other ranks wait for this one, also where it could not write
+            pass
+
+
+def feed_stage(chunks: Sequence[PackedModel], consume: Callable[[Iterator], Any], stage: int) -> Any:
+    """What `consume` makes of the weights of a pipeline stage, on the stage's first rank; None on the others.
+
+    Collective; the weights come as `iterate_weights` gives them, gathered over the stage's ranks as they are consumed.
+    """
+    weights = iterate_weights(chunks, receivers="stages")
+    if parallel_state.get_pipeline_model_parallel_rank() != stage:
+        return None
+    first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    is_first = first_replica and parallel_state.get_tensor_model_parallel_rank() == 0
+    try:
+        return consume(weights) if is_first else None
+    finally:
+        for _ in weights:  # the other ranks wait for this one, also where it gave up
             pass
 
 

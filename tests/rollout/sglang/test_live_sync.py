@@ -1,0 +1,176 @@
+"""Weights that a real server is given by tensor and by broadcast, from one process and from ranks of a trainer."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+import torch
+
+from tests.rollout.sglang.conftest import OVERRIDES, perturbed, weights_of, while_generating
+from tests.rollout.sglang.test_weights import REQUEST, assert_holds
+from unirl.config import compose
+from unirl.rollout.sglang import EngineOptions, FleetLimits, SGLangRolloutEngine, WeightSyncError
+from unirl.rollout.weights import LocalWeights
+from unirl.sync import DiskTransfer, DistributedTransfer, TensorTransfer
+from unirl.trainer.setup import make_models
+from unirl.types import GenerationRequest
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+TRANSFERS = {"tensor": TensorTransfer, "distributed": DistributedTransfer}
+BUCKET_BYTES = 20_000
+LIMIT_S = 120.0
+
+
+def attached(engine: SGLangRolloutEngine, model_path, transfer) -> SGLangRolloutEngine:
+    """Another engine on the server of `engine`."""
+    [(url, key)] = engine.endpoints
+    options = EngineOptions(checksum_every=1)
+    return SGLangRolloutEngine(
+        model_path, [url], transfer, limits=FleetLimits(max_concurrency=16), options=options, api_key=key
+    )
+
+
+@pytest.fixture(params=TRANSFERS)
+def live(engine, recipe_dir, request) -> Iterator[SGLangRolloutEngine]:
+    transfer = TRANSFERS[request.param](bucket_bytes=BUCKET_BYTES, timeout_s=LIMIT_S)
+    live = attached(engine, recipe_dir / "model", transfer)
+    yield live
+    live.close()
+
+
+class Interrupted:
+    """The weights, with `act` done when half of them have been sent."""
+
+    num_stages = 1
+
+    def __init__(self, weights: list[tuple[str, torch.Tensor]], act: Callable[[], None]):
+        self._weights, self._act = weights, act
+        self._times = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._times += 1
+        for number, (name, tensor) in enumerate(self._weights):
+            if self._times == 2 and number == len(self._weights) // 2:  # the first time they are only looked at
+                self._act()
+            yield name, tensor.detach()
+
+    def feed(self, consume, stage: int):
+        return consume(iter(self))
+
+
+def test_new_weights_are_sampled_from_and_do_not_drift(live, model):
+    live.update_weights(perturbed(model), 1)
+    assert live.metrics()["sync/gb_per_s"] > 0
+    other = live.generate([REQUEST])
+    found = []
+    for version in range(2, 12):
+        live.update_weights(LocalWeights(lambda: weights_of(model)), version)
+        [[sample]] = live.generate([GenerationRequest(REQUEST.prompt_ids, REQUEST.params, (0,))])
+        assert sample.weight_versions == (version,) * 24
+        found.append((sample.token_ids, sample.log_probs))
+    assert found == [found[0]] * 10
+    assert_holds(live, model)
+    live.update_weights(perturbed(model), 12)
+    assert [sample.token_ids for sample in live.generate([REQUEST])[0]] == [sample.token_ids for sample in other[0]]
+
+
+@pytest.mark.parametrize("mode", [None, "in_place"])
+def test_an_update_between_the_tokens_of_a_sample(live, model, mode):
+    live.update_weights(perturbed(model), 1)
+
+    def update() -> None:
+        if mode is not None:
+            live.pause(mode)
+        live.update_weights(weights_of(model), 2)
+        if mode is not None:
+            live.resume()
+
+    samples = while_generating(live, update)
+    crossing = [sample for sample in samples if set(sample.weight_versions) == {1, 2}]
+    assert crossing
+    assert all(list(sample.weight_versions) == sorted(sample.weight_versions) for sample in crossing)
+    assert all(len(sample.token_ids) == 100 for sample in samples)
+    assert_holds(live, model)  # no prefix is left of the old weights
+
+
+@pytest.mark.parametrize("fault", ["missing", "not in the model", "wrong shape", "given twice"])
+def test_weights_of_another_model_reach_no_server(live, model, fault):
+    live.update_weights(weights_of(model), 1)
+    weights = perturbed(model)
+    if fault == "missing":
+        weights = weights[:-1]
+    elif fault == "not in the model":
+        weights.append(("model.extra.weight", torch.zeros(2)))
+    elif fault == "wrong shape":
+        weights[3] = (weights[3][0], weights[3][1][:-1])
+    else:
+        weights.append(weights[0])
+    with pytest.raises(ValueError, match=fault):
+        live.update_weights(weights, 2)
+    assert live.weight_version == 1
+    assert_holds(live, model)
+
+
+def test_a_server_that_rejects_a_bucket_keeps_nobody_waiting(live, model):
+    """Its session is ended in the middle: it answers, and does not take part in the broadcast."""
+    live.update_weights(weights_of(model), 1)
+
+    def end_session() -> None:
+        control = live.controls[0]
+        live.run(control.end_weight_update(timeout_s=60))
+
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"refused the weights: .* must run between begin_weight_update"):
+        live.update_weights(Interrupted(perturbed(model), end_session), 2)
+    assert time.monotonic() - started < LIMIT_S / 2
+    with pytest.raises(WeightSyncError, match="the last weight update failed"):
+        live.generate([REQUEST])
+    live.update_weights(weights_of(model), 3)
+    assert_holds(live, model)
+
+
+def test_memory_is_released_until_the_next_update(live, model):
+    live.update_weights(weights_of(model), 1)
+    live.release_memory()
+    with pytest.raises(RuntimeError, match="memory is released"):
+        live.generate([REQUEST])
+    live.update_weights(weights_of(model), 2)
+    assert_holds(live, model)
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_every_mode_from_two_ranks_of_a_trainer(engine, model, recipe_dir, tmp_path, layout):
+    pytest.importorskip("ray")
+    options = ["num_devices=2", f"parallel.{layout}=2", "cluster.object_store_gb=0.2", f"run_dir={tmp_path}"]
+    models = make_models(compose("tiny", [*OVERRIDES, *options], [recipe_dir]), print)
+    limits = {"bucket_bytes": BUCKET_BYTES, "timeout_s": LIMIT_S}
+    transfers = [DiskTransfer(tmp_path / "weights", **limits), *(make(**limits) for make in TRANSFERS.values())]
+    try:
+        for transfer in transfers:
+            rollout = attached(engine, recipe_dir / "model", transfer)
+            rollout.update_weights(perturbed(model), 1)
+            for version in (2, 3):
+                rollout.update_weights(models.actor.weights, version)
+            assert_holds(rollout, model)
+            rollout.close()
+    finally:
+        models.workers.close()
+
+
+def test_a_server_killed_in_the_middle_is_revived_with_the_new_weights(engine, model, monkeypatch):
+    transfer = DistributedTransfer(bucket_bytes=BUCKET_BYTES, timeout_s=LIMIT_S)
+    monkeypatch.setattr(engine._publisher, "_transfer", transfer)
+    restarts = engine.metrics()["rollout/server_restarts"]
+
+    def kill() -> None:
+        for process in psutil.Process(engine.server_pids[0]).children(recursive=True):
+            if "scheduler" in process.name() or "scheduler" in " ".join(process.cmdline()):
+                process.send_signal(signal.SIGKILL)
+
+    version = engine.weight_version + 1
+    engine.update_weights(Interrupted(weights_of(model), kill), version)
+    assert engine.metrics()["rollout/server_restarts"] == restarts + 1
+    assert_holds(engine, model)
