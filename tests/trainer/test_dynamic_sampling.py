@@ -149,10 +149,15 @@ def test_a_run_fills_its_batches_as_far_as_the_bound_allows(filtered):
         assert (told in output) == (kept < 4)
 
 
+def is_drawn(sample: dict) -> bool:
+    """Whether the line is a sample of the rollout, and not of an evaluation or one that is shown a second time."""
+    return not (sample.get("eval") or sample.get("worst_mismatch"))
+
+
 def test_rewards_are_reported_over_all_drawn_and_over_the_trained_samples(filtered):
     samples = [json.loads(line) for line in (filtered[0] / "samples.jsonl").read_text().splitlines()]
     for line in read_metrics(filtered[0])[1:]:
-        drawn = [s for s in samples if s["iteration"] == line["iteration"] and not s.get("eval")]
+        drawn = [s for s in samples if s["iteration"] == line["iteration"] and is_drawn(s)]
         assert len(drawn) == 4 * line["sampling/prompts"]
         even = sorted(s["group_id"] for s in drawn if int(s["answer"]) % 2 == 0)[: 4 * 4]
         trained = [s["reward"] for s in drawn if s["group_id"] in even]
@@ -162,7 +167,7 @@ def test_rewards_are_reported_over_all_drawn_and_over_the_trained_samples(filter
 
 def test_ids_are_unique_over_the_run_and_streams_over_an_iteration(filtered):
     samples = [json.loads(line) for line in (filtered[0] / "samples.jsonl").read_text().splitlines()]
-    samples = [sample for sample in samples if not sample.get("eval")]
+    samples = [sample for sample in samples if is_drawn(sample)]
     assert sorted(sample["sample_id"] for sample in samples) == list(range(len(samples)))
     assert len({sample["group_id"] for sample in samples}) == len(samples) // 4
     assert len({sample["response"] for sample in samples}) > 0.9 * len(samples)
