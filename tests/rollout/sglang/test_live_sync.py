@@ -33,10 +33,20 @@ def attached(engine: SGLangRolloutEngine, model_path, transfer) -> SGLangRollout
     )
 
 
+@pytest.fixture
+def silent(engine) -> Iterator[SGLangRolloutEngine]:
+    """The engine, which asks its server for no sign of life: that is a greedy request, and a server draws other tokens
+    for the requests beside one.
+    """
+    engine.run(engine._fleet.keep_quiet())
+    yield engine
+    engine._fleet.end_quiet()
+
+
 @pytest.fixture(params=TRANSFERS)
-def live(engine, recipe_dir, request) -> Iterator[SGLangRolloutEngine]:
+def live(silent, recipe_dir, request) -> Iterator[SGLangRolloutEngine]:
     transfer = TRANSFERS[request.param](bucket_bytes=BUCKET_BYTES, timeout_s=LIMIT_S)
-    live = attached(engine, recipe_dir / "model", transfer)
+    live = attached(silent, recipe_dir / "model", transfer)
     yield live
     live.close()
 
@@ -142,7 +152,7 @@ def test_memory_is_released_until_the_next_update(live, model):
 
 
 @pytest.mark.parametrize("layout", ["tp", "pp"])
-def test_every_mode_from_two_ranks_of_a_trainer(engine, model, recipe_dir, tmp_path, layout):
+def test_every_mode_from_two_ranks_of_a_trainer(silent, model, recipe_dir, tmp_path, layout):
     pytest.importorskip("ray")
     options = ["num_devices=2", f"parallel.{layout}=2", "cluster.object_store_gb=0.2", f"run_dir={tmp_path}"]
     models = make_models(compose("tiny", [*OVERRIDES, *options], [recipe_dir]), print)
@@ -150,7 +160,7 @@ def test_every_mode_from_two_ranks_of_a_trainer(engine, model, recipe_dir, tmp_p
     transfers = [DiskTransfer(tmp_path / "weights", **limits), *(make(**limits) for make in TRANSFERS.values())]
     try:
         for transfer in transfers:
-            rollout = attached(engine, recipe_dir / "model", transfer)
+            rollout = attached(silent, recipe_dir / "model", transfer)
             rollout.update_weights(perturbed(model), 1)
             for version in (2, 3):
                 rollout.update_weights(models.actor.weights, version)
