@@ -25,7 +25,9 @@ from tests.trainer.conftest import (  # noqa: F401 - fixtures
 if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed", allow_module_level=True)
 
-TWO_RANKS = ("num_devices=2", "parallel.tp=2", "cluster.object_store_gb=0.2", "cluster.heartbeat_s=10")
+_RAY = ("num_devices=2", "cluster.object_store_gb=0.2", "cluster.heartbeat_s=10")
+TWO_RANKS = (*_RAY, "parallel.tp=2")
+PIPELINE = (*_RAY, "parallel.pp=2")
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +38,23 @@ def two_ranks(train, tmp_path_factory) -> Path:  # noqa: F811
     return run_dir
 
 
-def test_two_ranks_learn_what_one_learns(two_ranks, undisturbed):  # noqa: F811
-    for found, expected in zip(read_metrics(two_ranks), read_metrics(undisturbed), strict=True):
+def assert_learns_the_same(run_dir: Path, undisturbed: Path) -> None:  # noqa: F811
+    for found, expected in zip(read_metrics(run_dir), read_metrics(undisturbed), strict=True):
         assert found.get("reward/mean") == expected.get("reward/mean")
         assert found.keys() == expected.keys()
         for name in ("loss", "grad_norm", "entropy"):
             assert found.get(name, 0) == pytest.approx(expected.get(name, 0), rel=1e-4, abs=1e-6)
+
+
+def test_two_ranks_learn_what_one_learns(two_ranks, undisturbed):  # noqa: F811
+    assert_learns_the_same(two_ranks, undisturbed)
+
+
+def test_another_layout_goes_on_where_one_stopped(train, undisturbed, tmp_path):  # noqa: F811
+    for layout in (["num_iterations=3", *PIPELINE], ["resume=auto"]):  # pipeline stages, then one process
+        finished = train(tmp_path / "run", *layout)
+        assert finished.returncode == 0, finished.stderr
+    assert_learns_the_same(tmp_path / "run", undisturbed)
 
 
 @pytest.mark.timeout(580)
