@@ -21,6 +21,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Back-end `cuda` takes CPU tensors until the end of the test."""
     load()
     monkeypatch.setattr(cuda, "_target", cuda._Target("cpu", OPERATORS))
+    monkeypatch.setattr(cuda, "obstacle", lambda: None)
 
 
 @cache

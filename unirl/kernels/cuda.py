@@ -68,8 +68,6 @@ def is_built() -> bool:
 
 def obstacle() -> str | None:
     """Why this back-end cannot run on this machine; None where it can."""
-    if _target.device == "cpu":
-        return None
     if not is_built():
         return HOW_TO_BUILD
     if not torch.cuda.is_available():

@@ -37,35 +37,18 @@ class RowShape:
 Key = tuple[str, torch.dtype, bool]
 """GPU architecture (sm_90, sm_100, or interpreter), dtype of the logits, whether the entropy takes part."""
 
-STATISTICS: dict[Key, RowShape] = {
-    ("sm_90", torch.bfloat16, False): RowShape(vectors=4, warps=4, tiles=4),
-    ("sm_90", torch.bfloat16, True): RowShape(vectors=4, warps=4, tiles=4),
-    ("sm_90", torch.float32, False): RowShape(vectors=4, warps=4, tiles=8),
-    ("sm_90", torch.float32, True): RowShape(vectors=4, warps=4, tiles=8),
-    ("sm_100", torch.bfloat16, False): RowShape(vectors=4, warps=4, tiles=4),
-    ("sm_100", torch.bfloat16, True): RowShape(vectors=4, warps=4, tiles=4),
-    ("sm_100", torch.float32, False): RowShape(vectors=4, warps=4, tiles=8),
-    ("sm_100", torch.float32, True): RowShape(vectors=4, warps=4, tiles=8),
+_SHAPES = {
+    ("sm_90", torch.bfloat16): RowShape(vectors=4, warps=4, tiles=4),
+    ("sm_90", torch.float32): RowShape(vectors=4, warps=4, tiles=8),
     # as few and large numpy calls as still cut a row of 5,000 columns into tiles and one of 50,000 into chunks
-    ("interpreter", torch.bfloat16, False): RowShape(vectors=4, warps=4, tiles=4),
-    ("interpreter", torch.bfloat16, True): RowShape(vectors=4, warps=4, tiles=4),
-    ("interpreter", torch.float32, False): RowShape(vectors=4, warps=8, tiles=4),
-    ("interpreter", torch.float32, True): RowShape(vectors=4, warps=8, tiles=4),
+    ("interpreter", torch.bfloat16): RowShape(vectors=4, warps=4, tiles=4),
+    ("interpreter", torch.float32): RowShape(vectors=4, warps=8, tiles=4),
 }
-GRADIENT: dict[Key, RowShape] = {
-    ("sm_90", torch.bfloat16, False): RowShape(vectors=4, warps=4, tiles=4),
-    ("sm_90", torch.bfloat16, True): RowShape(vectors=4, warps=4, tiles=4),
-    ("sm_90", torch.float32, False): RowShape(vectors=4, warps=4, tiles=8),
-    ("sm_90", torch.float32, True): RowShape(vectors=4, warps=4, tiles=8),
-    ("sm_100", torch.bfloat16, False): RowShape(vectors=4, warps=4, tiles=4),
-    ("sm_100", torch.bfloat16, True): RowShape(vectors=4, warps=4, tiles=4),
-    ("sm_100", torch.float32, False): RowShape(vectors=4, warps=4, tiles=8),
-    ("sm_100", torch.float32, True): RowShape(vectors=4, warps=4, tiles=8),
-    ("interpreter", torch.bfloat16, False): RowShape(vectors=4, warps=4, tiles=4),
-    ("interpreter", torch.bfloat16, True): RowShape(vectors=4, warps=4, tiles=4),
-    ("interpreter", torch.float32, False): RowShape(vectors=4, warps=8, tiles=4),
-    ("interpreter", torch.float32, True): RowShape(vectors=4, warps=8, tiles=4),
+"""Chosen by the registers and access widths of the compiled kernels; not timed on a GPU yet."""
+STATISTICS: dict[Key, RowShape] = {
+    (arch, dtype, with_entropy): shape for (arch, dtype), shape in _SHAPES.items() for with_entropy in (False, True)
 }
+GRADIENT: dict[Key, RowShape] = dict(STATISTICS)
 UNTUNED = "sm_90"
 """Whose entries serve an architecture that has none."""
 
