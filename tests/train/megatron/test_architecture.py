@@ -85,3 +85,14 @@ def test_experts_in_some_layers_only_are_refused(make_folder, field, value):
     (folder / "config.json").write_text(json.dumps(config | {field: value}))
     with pytest.raises(UserError, match=rf"config\.json: {field} is"):
         read_architecture(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen3-tied", "qwen3-moe"])
+def test_a_token_costs_the_experts_that_are_picked_for_it(make_folder, family):
+    folder, _ = make_folder(family)
+    config = json.loads((folder / "config.json").read_text())
+    picked = config["intermediate_size"]
+    if family == "qwen3-moe":
+        picked = config["num_experts_per_tok"] * config["moe_intermediate_size"]
+        assert picked != config["intermediate_size"]
+    assert read_architecture(folder).active_ffn_size == picked

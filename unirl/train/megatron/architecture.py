@@ -46,6 +46,11 @@ class Architecture:
     tied: bool
     moe: MixtureOfExperts | None = None
 
+    @property
+    def active_ffn_size(self) -> int:
+        """Columns of the MLP that a token goes through: with experts, those of all that are picked for it."""
+        return self.ffn_hidden_size if self.moe is None else self.moe.experts_per_token * self.moe.ffn_hidden_size
+
 
 @dataclass(frozen=True)
 class _Family:

@@ -88,7 +88,7 @@ class HostedModel(ABC):
         return CostModel.of_transformer(
             num_layers=architecture.num_layers,
             hidden_size=architecture.hidden_size,
-            ffn_hidden_size=architecture.ffn_hidden_size,
+            ffn_hidden_size=architecture.active_ffn_size,
             num_heads=architecture.num_heads,
             num_kv_heads=architecture.num_kv_heads,
             head_dim=architecture.head_dim,
