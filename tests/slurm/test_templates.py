@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -99,9 +98,7 @@ def test_the_job_ends_with_a_node_of_its_ray_cluster(jobs):
     job.wait_for_ray(2)
     job.wait_for_training()
     os.kill(raylet_at("127.0.0.3", job), signal.SIGKILL)
-    killed = time.monotonic()
-    assert job.wait(60)["ExitCode"] == "1:0"
-    assert time.monotonic() - killed < 30
+    assert job.wait(60)["ExitCode"] == "1:0"  # it would train without end
     assert "Ray on n2 ended with exit code" in job.output
     assert str(job.folder / "n2.log") in job.output
     job.assert_nothing_is_left()
