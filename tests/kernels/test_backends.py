@@ -11,7 +11,7 @@ LOGITS, TARGETS = torch.zeros(2, 3), torch.tensor([0, 1])
 
 
 def test_auto_takes_the_cpp_kernels_for_what_they_can():
-    assert available_backends() == ["reference", "cpu"]
+    assert {"reference", "cpu"} <= set(available_backends())
     for dtype in (torch.float32, torch.bfloat16):
         assert backends.choose_backend("auto", LOGITS.to(dtype)) is cpu
     for dtype in (torch.float64, torch.float16):

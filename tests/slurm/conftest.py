@@ -16,6 +16,9 @@ from unirl.demo.arith import make_base_model
 ROOT = Path(__file__).parents[2]
 RECIPE = "ar/arith_drpo_tiny_cpu"
 
+ENDED = {"CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
+"""States that a job does not leave by itself; it passes through others, as SIGNALING, while it lives."""
+
 _ASK_RAY = """\
 import json, ray, sys
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
@@ -111,8 +114,7 @@ class Job:
 
     def wait(self, timeout_s: float = 240) -> dict[str, str]:
         """What Slurm says of the job when nothing of it runs any more."""
-        ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
-        wait_until(lambda: self.state() in ended, timeout_s, f"job {self.id} ends; its output:\n{self.output}")
+        wait_until(lambda: self.state() in ENDED, timeout_s, f"job {self.id} ends; its output:\n{self.output}")
         return self.jobs.slurm.job(self.id)
 
     def wait_for_ray(self, num_nodes: int, timeout_s: float = 240) -> list[dict]:
@@ -136,7 +138,7 @@ class Job:
         return text in self.output or bool(self.check_is_alive())
 
     def check_is_alive(self) -> None:
-        assert self.state() in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING"), self.output
+        assert self.state() not in ENDED, self.output
 
     def processes(self) -> list[str]:
         """Command lines of what still runs of the job: steps, Ray's processes, the driver."""
