@@ -19,6 +19,7 @@ from unirl.rollout.weights import check_weights
 from unirl.sync.distributed import BroadcastSender
 from unirl.sync.payload import device_uuid
 from unirl.sync.sender import Destination, Sender, Sent
+from unirl.sync.shared_memory import release_idle
 from unirl.sync.tensor import TensorSender
 
 Outcomes = dict[str, Exception]
@@ -129,6 +130,11 @@ class TensorTransfer(LiveTransfer):
 
     def _make_sender(self, stage: int, **options: Any) -> Sender:
         return TensorSender(**options)
+
+    def close(self) -> None:
+        """See `WeightTransfer.close`; what other processes keep goes with them."""
+        super().close()
+        release_idle()
 
 
 class DistributedTransfer(LiveTransfer):
