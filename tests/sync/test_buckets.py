@@ -133,7 +133,7 @@ def sync(sizes: list[int]) -> None:
         while packer.has_more:
             tensor_payload(packer.pack())  # whose reader never comes
         if 13 in sizes:
-            raise ValueError
+            raise RuntimeError("in the middle")
 
 
 def test_shared_buffers_stay_for_the_next_sync_and_leave_no_name_after_a_failure():
@@ -146,7 +146,7 @@ def test_shared_buffers_stay_for_the_next_sync_and_leave_no_name_after_a_failure
     assert names_of_this_process() - before == kept
     sync([10, 100, 10])  # a buffer of more than two buckets does not stay
     assert len(names_of_this_process() - before) == 1
-    with pytest.raises(ValueError):
+    with pytest.raises(RuntimeError, match="in the middle"):
         sync([10, 13, 10])
     assert names_of_this_process() == before
     sync([10, 10])

@@ -73,7 +73,9 @@ def test_every_way_brings_all_experts(sglang_python, tmp_path, monkeypatch):
             return damaged
 
         monkeypatch.setattr(type(engine.controls[0]), "checksums", of_damaged)
-        with pytest.raises(WeightSyncError, match=r"1 of 21 weights differ .* model\.layers\.1\.mlp\.experts\.w2_weight"):
+        with pytest.raises(
+            WeightSyncError, match=r"1 of 21 weights differ .* model\.layers\.1\.mlp\.experts\.w2_weight"
+        ):
             engine.update_weights(weights, 4)
     finally:
         engine.close()

@@ -1,8 +1,8 @@
 """Hashes of weights as an SGLang server holds them, computed from the trainer's tensors.
 
-`/weights_checker` gives a hash of every parameter: under SGLang's names, in which q, k and v are one tensor, gate and up
-another, and so are those of all experts of a layer, of the shard of each TP rank, by SHA-256 on CPU and by a kernel of
-SGLang's own on CUDA. Experts that are spread over expert-parallel ranks of a server are not known.
+`/weights_checker` gives a hash of every parameter: under SGLang's names, in which q, k and v are one tensor, gate and
+up another, and so are those of all experts of a layer, of the shard of each TP rank, by SHA-256 on CPU and by a kernel
+of SGLang's own on CUDA. Experts that are spread over expert-parallel ranks of a server are not known.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """SGLang plugin of a CPU server: seeded sampling, and weight updates that reuse memory.
 
-Seeds: SGLang takes a request's own seed where `--enable-deterministic-inference` is on, which it allows with CUDA attention
-back-ends only. That option also swaps in Triton kernels whose rounding does not depend on the batch; they do not exist
-for CPU, so here the option means seeds alone.
+Seeds: SGLang takes a request's own seed where `--enable-deterministic-inference` is on, which it allows with CUDA
+attention back-ends only. That option also swaps in Triton kernels whose rounding does not depend on the batch; they do
+not exist for CPU, so here the option means seeds alone.
 
 Memory: a page that is new to a process costs several times what copying its content does. A server maps the trainer's
 shared memory anew for each bucket of an update by tensor, and receives a broadcast into new memory; on a GPU, where a
@@ -12,8 +12,8 @@ mapping lives in the driver and memory comes from torch's cache, neither matters
 import ctypes
 from collections import deque
 
-_KEPT_BUFFERS = 2
-"""As many as a trainer fills in turn."""
+_KEPT_BUFFERS = 4
+"""Two that a trainer fills in turn, for each of two pipeline stages."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_REUSED = 256 * 2**20
@@ -24,7 +24,6 @@ def register() -> None:
     _allow_seeds()
     _keep_shared_buffers()
     _keep_freed_memory()
-    _exp()
 
 
 def _allow_seeds() -> None:
@@ -54,9 +53,7 @@ def _keep_shared_buffers() -> None:
                 kept.append(storage)
         return update
 
-    HookRegistry.register(
-        "sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank", keep, HookType.AROUND
-    )
+    HookRegistry.register("sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank", keep, HookType.AROUND)
 
 
 def _keep_freed_memory() -> None:
@@ -64,26 +61,3 @@ def _keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_REUSED)
     libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_REUSED)
-
-
-def _exp():
-    import os
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    exp = os.environ.get("SSEXP", "")
-    if "s" in exp:
-        def rest(original, scheduler):
-            original(scheduler)
-            scheduler.maybe_sleep_on_idle()
-        HookRegistry.register("sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine", rest, HookType.AROUND)
-    if "t" in exp:
-        import time, sys
-        def timed(name):
-            def f(original, *args, **kw):
-                a = time.perf_counter()
-                try:
-                    return original(*args, **kw)
-                finally:
-                    print("SSEXP", name, round(time.perf_counter() * 1e3) % 1000000, round((time.perf_counter() - a) * 1e3, 2), file=sys.stderr, flush=True)
-            return f
-        for n in ("sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank", "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor","sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.load_weights_from_distributed","sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.receive_weights_from_distributed", "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor"):
-            HookRegistry.register(n, timed(n.rsplit(".",1)[1]), HookType.AROUND)
