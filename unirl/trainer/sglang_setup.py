@@ -26,7 +26,7 @@ def make_sglang_engine(config: TrainConfig) -> SGLangRolloutEngine:
     rollout, folder = config.rollout, resolve_folder(config.model.path)
     return SGLangRolloutEngine(
         folder,
-        rollout.urls or per_server(_server_options(config, folder), rollout.num_servers),
+        rollout.urls or per_server(server_options(config, folder), rollout.num_servers),
         _make_transfer(config),
         limits=FleetLimits(
             max_concurrency=rollout.max_concurrency,
@@ -46,7 +46,11 @@ def make_sglang_engine(config: TrainConfig) -> SGLangRolloutEngine:
     )
 
 
-def _server_options(config: TrainConfig, folder: Path) -> ServerOptions:
+def server_options(config: TrainConfig, folder: Path) -> ServerOptions:
+    """Of the servers that the section `rollout` asks for, on the model in `folder` and the first GPUs of this machine.
+
+    Raises UserError where it has too few.
+    """
     rollout, has_cuda = config.rollout, torch.cuda.is_available()
     device = rollout.device if rollout.device != "auto" else "cuda" if has_cuda else "cpu"
     num_gpus = rollout.num_servers * rollout.tp if device == "cuda" else 0
