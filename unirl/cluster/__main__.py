@@ -41,10 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _list(options: argparse.Namespace) -> None:
     _, presence = find_run(options.run_dir)
     if options.json:
-        return print_text(
-            json.dumps({"host": presence.host, "pid": presence.pid, "servers": presence.servers}, indent=2)
-        )
-    Console(highlight=False).print(_table(presence))
+        run = {"host": presence.host, "pid": presence.pid, "servers": presence.servers}
+        print_text(json.dumps(run, indent=2))
+    else:
+        Console(highlight=False).print(_table(presence))
 
 
 def _table(presence: Presence) -> Table:
@@ -98,8 +98,8 @@ def _serve(options: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m unirl.cluster",
-        description="Show and change the SGLang servers of a running job (rollout.engine=sglang), from any machine that "
-        "sees its run_dir, as the user who started it. No sample is lost or drawn twice.",
+        description="Show and change the SGLang servers of a running job (rollout.engine=sglang), from any machine "
+        "that sees its run_dir, as the user who started it. No sample is lost or drawn twice.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 

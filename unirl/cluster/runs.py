@@ -18,9 +18,7 @@ def find_run(run_dir: Path) -> tuple[PoolFolder, Presence]:
         raise UserError(f"{run_dir} holds no run (no config.yaml): give the run_dir of one that has started to train")
     engine = (yaml.safe_load(config.read_text()).get("rollout") or {}).get("engine")
     if engine != "sglang":
-        raise UserError(
-            f"{run_dir}: the {engine} engine has no servers; a pool is what runs of rollout.engine=sglang have"
-        )
+        raise UserError(f"{run_dir}: the {engine} engine has no servers; runs of rollout.engine=sglang have")
     folder = PoolFolder(run_dir / "pool")
     presence = folder.presence()
     if presence is None:

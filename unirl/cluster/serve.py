@@ -41,9 +41,17 @@ async def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     """
     asked, pressed = _signals()
     presence = await _unless(asked, _wait_for_run(options))
-    if presence is None:
-        return say("stopped before it had found a run")
-    launch = launch_options(options, presence)
+    if presence is not None:
+        await _serve(launch_options(options, presence), options, say, asked, pressed)
+
+
+async def _serve(
+    launch: ServerOptions,
+    options: ServeOptions,
+    say: Callable[[str], None],
+    asked: asyncio.Event,
+    pressed: asyncio.Event,
+) -> None:
     server = Server(launch)
     visit = Visit(server, options, say)
     say(f"{socket.gethostname()}: starting a server for the run in {options.run_dir}; its log: {launch.log_path}")
@@ -63,8 +71,8 @@ def launch_options(options: ServeOptions, presence: Presence) -> ServerOptions:
     config, here = saved_config(options.run_dir), socket.gethostname()
     if config.sync.mode == "tensor" and presence.host != here:
         raise UserError(
-            f"sync.mode=tensor reaches servers on the run's machine alone, {presence.host}, and this is {here}: start the "
-            "run with sync.mode=distributed or disk"
+            f"sync.mode=tensor reaches servers on the run's machine alone, {presence.host}, and this is {here}: start "
+            "the run with sync.mode=distributed or disk"
         )
     model = Path(presence.model_path)
     if not model.is_dir():
@@ -99,15 +107,17 @@ class Visit:
 
     async def leave(self) -> bool:
         """Have the run drain the server, at most for `limit_s`; True at the end, whatever the run says."""
-        deadline = time.monotonic() + self._options.limit_s
-        while (presence := self._folder.presence()) is not None:
+        deadline, said = time.monotonic() + self._options.limit_s, ""
+        while (presence := self._folder.presence()) is not None and self._is_in(presence):
             remaining = max(deadline - time.monotonic(), 0)
             body = {"server": self._server.address, "limit_s": remaining}
             try:
                 self._say(await self._ask(presence, "remove", body, remaining + _ANSWER_LIMIT_S))
                 return True
             except UserError as error:  # it is the last one, perhaps: another may come
-                self._say(str(error))
+                if said != str(error):
+                    said = str(error)
+                    self._say(said)
             if time.monotonic() > deadline:
                 break
             await asyncio.sleep(_POLL_S)
@@ -132,13 +142,17 @@ class Visit:
         """Returns when the server is in no pool any more: True where it is to look for one again."""
         while True:
             self._server.check_process()
-            present, url = self._folder.presence(), self._server.address
+            present = self._folder.presence()
             if present is None or present.run_id != presence.run_id:
                 return True
-            if all(server["url"] != url for server in present.servers):
+            if not self._is_in(present):
+                url = self._server.address
                 why = [departed["why"] for departed in present.departed if departed["url"] == url]
                 return why[-1:] != ["removed"]
             await asyncio.sleep(_POLL_S)
+
+    def _is_in(self, presence: Presence) -> bool:
+        return any(server["url"] == self._server.address for server in presence.servers)
 
     async def _ask(self, presence: Presence, action: str, arguments: dict, timeout_s: float) -> str:
         return await self._folder.ask(Request(presence.run_id, action, arguments), timeout_s=timeout_s)
@@ -187,6 +201,4 @@ def _own_address(towards: str) -> str:
             probe.connect((socket.gethostbyname(towards), 80))
             return probe.getsockname()[0]
     except OSError as error:
-        raise UserError(
-            f"the run's machine, {towards}, is not found ({error}): give this one's address with --host"
-        ) from error
+        raise UserError(f"the run's machine, {towards}, is not found ({error}): name this one with --host") from error

@@ -90,8 +90,8 @@ class PoolFolder:
         self._replies = path / "replies"
 
     def open(self) -> None:
-        """The run's end: make the folder where it is missing, and forget what an earlier run left. Raises UserError where
-        others could write to it.
+        """The run's end: make the folder where it is missing, and forget what an earlier run left. Raises UserError
+        where others could write to it.
         """
         for folder in (self.path, self._requests, self._replies):
             with suppress(FileExistsError):

@@ -269,7 +269,9 @@ class SGLangRolloutEngine:
         await control.release_memory(timeout_s=self._options.release_timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """See `RolloutEngine.metrics`: servers that are up, restarts, samples that went on elsewhere, speed of the last update."""
+        """See `RolloutEngine.metrics`: servers that are up, restarts, samples that went on elsewhere, speed of the last
+        update.
+        """
         return {
             "rollout/servers": len(self._fleet.living()),
             "rollout/server_restarts": self._fleet.num_restarts,

@@ -57,8 +57,8 @@ class Departure:
 
 
 class Fleet:
-    """Servers under supervision: each has a task that looks at it, and revives it where it is dead or hung. Servers come
-    (`add`) and go (`drain`) at any time.
+    """Servers under supervision: each has a task that looks at it, and revives it where it is dead or hung. Servers
+    come (`add`) and go (`drain`) at any time.
 
     check: raises UserError for a server, just started, that does not go with the others.
     weights: who gives them to a server that comes in or was revived; None before the first were published.
@@ -168,8 +168,8 @@ class Fleet:
             return True
 
     async def drain(self, server: Server, limit_s: float) -> None:
-        """Let a server go: it gets no more samples, those that it has finish, or go on elsewhere after `limit_s`; then it
-        is stopped, if it was launched here. One that is on its way in is turned away.
+        """Let a server go: it gets no more samples, those that it has finish, or go on elsewhere after `limit_s`; then
+        it is stopped, if it was launched here. One that is on its way in is turned away.
 
         Raises UserError where no other server is up, at once or at the end of the wait: then it serves on.
         """
@@ -249,8 +249,8 @@ class Fleet:
         server.suspected.set()
 
     async def settled(self) -> None:
-        """Wait until no server is on its way but those that still start; raises UserError where none is left. Weights must
-        be at hand.
+        """Wait until no server is on its way but those that still start; raises UserError where none is left. Weights
+        must be at hand.
         """
         async with self._turned:
             await self._turned.wait_for(

@@ -156,6 +156,6 @@ def check_alike(server: Server, others: Sequence[Server], model: ModelFacts) -> 
     alone = Room.of([found], model.max_positions)
     if alone.whole < room.whole or alone.prompt < room.prompt:
         raise UserError(
-            f"{server} takes samples of {alone.whole} tokens and prompts of {alone.prompt}, the others {room.whole} and "
-            f"{room.prompt}: start it with the same context length and max_total_tokens"
+            f"{server} takes samples of {alone.whole} tokens and prompts of {alone.prompt}, the others {room.whole} "
+            f"and {room.prompt}: start it with the same context length and max_total_tokens"
         )

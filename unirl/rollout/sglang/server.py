@@ -25,7 +25,8 @@ class Server:
     """A server that samples can be sent to while it is UP.
 
     name: given by the fleet, for people to say which one they mean.
-    state: see `ServerState`; in_flight: samples that it has; restarts: since weights last reached it; lives: starts so far.
+    state: see `ServerState`; in_flight: samples that it has.
+    restarts: since weights last reached it; lives: starts so far.
     weight_version: of the weights that it was given last; None before the first.
     lock: held while it is revived and while its weights change, so that neither meets the other.
     suspected: set by whoever finds it silent or gone, for the supervisor to look at.
