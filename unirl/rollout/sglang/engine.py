@@ -131,7 +131,7 @@ class SGLangRolloutEngine:
     async def _add_server(self, source: ServerOptions | str, api_key: str | None) -> str:
         server = Server(source, api_key=api_key)
         for known in (*self._fleet.servers, *self._fleet.joining):
-            if not server.is_launched_here and known.endpoint[0] == server.endpoint[0]:
+            if server.is_attached and known.endpoint[0] == server.endpoint[0]:
                 raise UserError(f"{server} is one of the pool already, as {known.name}")
         await self._fleet.add(server)
         return server.name

@@ -169,7 +169,7 @@ class Fleet:
 
     async def drain(self, server: Server, limit_s: float) -> None:
         """Let a server go: it gets no more samples, those that it has finish, or go on elsewhere after `limit_s`; then
-        it is stopped, if it was launched here. One that is on its way in is turned away.
+        it is stopped, if it was launched. One that is on its way in is turned away.
 
         Raises UserError where no other server is up, at once or at the end of the wait: then it serves on.
         """
@@ -328,7 +328,7 @@ class Fleet:
                 elif server.state is ServerState.DOWN:
                     server.state = ServerState.UP
             await self._notify()
-        if not server.is_launched_here:
+        if server.is_attached:
             await self._drop(server)
 
     async def _drop(self, server: Server) -> None:
@@ -374,7 +374,7 @@ class Fleet:
 
         One that was attached is not ours to start: it has `health_timeout_s` to be found again where it was.
         """
-        launched = server.is_launched_here
+        launched = not server.is_attached
         limit_s = self.limits.start_timeout_s if launched else self.limits.health_timeout_s
         _log.warning("%s is lost and %s: %s", server, "starts anew" if launched else "looked for", problem)
         while server.restarts < self.limits.max_restarts and server not in self._leaving:

@@ -23,7 +23,7 @@ class ServerOptions:
     """What one server is started with.
 
     python: interpreter of an environment that has SGLang.
-    host: address that it listens on and is reached at.
+    host: address of its machine that it listens on, and on no other.
     gpus: devices of the node that the server may use, one for each TP rank; empty on CPU.
     max_running: samples decoded at once. mem_fraction: share of the device's memory for weights and cache.
     max_total_tokens: of the cache.

@@ -118,7 +118,7 @@ def _shown(server: Server, fleet: Fleet) -> dict[str, Any]:
         "name": server.name,
         "url": server.address,
         "state": "draining" if fleet.is_leaving(server) else state,
-        "launched": server.is_launched_here,
+        "launched": not server.is_attached,
         "samples": server.in_flight,
         "weight_version": server.weight_version,
         "restarts": max(server.lives - 1, 0),

@@ -77,6 +77,11 @@ class Server:
         return (self._process.url, self._process.api_key) if self._process else (self._source, self._api_key)
 
     @property
+    def is_attached(self) -> bool:
+        """Whether it was started by somebody else, who looks after its process."""
+        return isinstance(self._source, str)
+
+    @property
     def address(self) -> str | None:
         """Its URL; None while one that is launched here has no process."""
         url = self.endpoint[0]
