@@ -121,6 +121,8 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+        async with self._turned:
+            await self._turned.wait_for(lambda: not self.joining)  # those who wait for them have been told
         await asyncio.gather(*(server.stop() for server in self.servers))
 
     async def add(self, server: Server) -> None:
