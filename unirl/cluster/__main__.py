@@ -32,6 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except PermissionError as error:
+        print(
+            f"error: {error.filename}: {error.strerror}; only the user who started the run may see its pool",
+            file=sys.stderr,
+        )
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("stopped; what the run was asked for it goes on with: see `list`", file=sys.stderr)
         return EXIT_INTERRUPTED

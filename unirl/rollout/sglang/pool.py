@@ -1,6 +1,7 @@
 """The pool of servers of a running job, as its user sees and changes it."""
 
 import asyncio
+import contextlib
 import difflib
 import logging
 import secrets
@@ -52,9 +53,14 @@ class Pool:
         self._answering: set[asyncio.Task] = set()
 
     async def open(self) -> None:
-        """Show the servers and take requests from now on. Raises UserError where the folder cannot be made safe."""
-        await asyncio.to_thread(self._folder.open)
-        await self._show()
+        """Show the servers and take requests from now on. Raises UserError where the folder is not fit for that."""
+        try:
+            await asyncio.to_thread(self._folder.open)
+            await self._show()
+        except OSError as error:
+            raise UserError(
+                f"{self._folder.path} cannot be written: {error.strerror}; make room, or mend its rights"
+            ) from error
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
@@ -65,7 +71,8 @@ class Pool:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        await asyncio.to_thread(self._folder.close)
+        with contextlib.suppress(OSError):  # it is seen all the same, by the signs of life that no longer come
+            await asyncio.to_thread(self._folder.close)
 
     async def _watch(self) -> None:
         while True:
