@@ -47,7 +47,7 @@ def run_dir(engine, recipe_dir, tmp_path_factory) -> Iterator[Path]:
     config = compose("tiny", [*OVERRIDES, f"run_dir={folder}"], [recipe_dir])
     (folder / "config.yaml").write_text(to_yaml(config))
     limits = engine._fleet.limits
-    engine._fleet.limits = replace(limits, health_interval_s=600.0, health_timeout_s=5.0)
+    engine._fleet.limits = replace(limits, health_interval_s=600.0)
     engine.open_pool(folder / "pool")
     yield folder
     engine.run(engine._pool.close())
@@ -293,7 +293,8 @@ def assert_same_weights(engine) -> None:
     assert first == other
 
 
-def test_a_server_that_is_killed_is_dropped_and_the_run_goes_on(both, expected, second, model):
+def test_a_server_that_is_killed_is_dropped_and_the_run_goes_on(both, expected, second, model, monkeypatch):
+    monkeypatch.setattr(both._fleet, "limits", replace(both._fleet.limits, health_timeout_s=3.0))
     with Drawing(both) as drawing:
         second.kill()
     assert drawing.most[second.url] > 0

@@ -89,7 +89,8 @@ class Fleet:
 
     async def start(self) -> None:
         """Start all servers, side by side, and their supervision. Raises UserError where one does not start."""
-        outcomes = await asyncio.gather(*map(self._start, self.servers), return_exceptions=True)
+        starts = (self._start(server, self.limits.start_timeout_s) for server in self.servers)
+        outcomes = await asyncio.gather(*starts, return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
             await self.close()
@@ -97,11 +98,11 @@ class Fleet:
         for server in self.servers:
             self._look_after(server)
 
-    async def _start(self, server: Server) -> None:
+    async def _start(self, server: Server, limit_s: float) -> None:
         """Raises UserError where it does not start, or does not go with the others."""
         server.name = f"server_{next(self._numbers)}"
         try:
-            await server.start(self.limits.start_timeout_s)
+            await server.start(limit_s)
         except ServerLostError as error:
             raise UserError(f"the SGLang server did not start: {error}") from error
         self._check_fit(server)
@@ -146,8 +147,9 @@ class Fleet:
         _log.info("%s has joined as %s", server, server.name)
 
     async def _join(self, server: Server) -> None:
+        limits = self.limits
         try:
-            await self._start(server)
+            await self._start(server, limits.health_timeout_s if server.is_attached else limits.start_timeout_s)
             self._at_door.add(server)
             while not await self._let_in(server):
                 while self.quiet:
