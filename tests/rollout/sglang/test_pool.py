@@ -61,10 +61,18 @@ def second(engine, run_dir, recipe_dir) -> Iterator[ServerProcess]:
     config = compose("tiny", [*OVERRIDES, f"run_dir={run_dir}"], [recipe_dir])
     process = ServerProcess(server_options(config, recipe_dir / "model"))
     try:
-        engine.run(Server(process.url, api_key=process.api_key).start(config.rollout.start_timeout_s))
+        engine.run(until_it_answers(process, config.rollout.start_timeout_s))
         yield process
     finally:
         process.kill()
+
+
+async def until_it_answers(process: ServerProcess, limit_s: float) -> None:
+    visitor = Server(process.url, api_key=process.api_key)
+    try:
+        await visitor.start(limit_s)
+    finally:
+        await visitor.stop()
 
 
 @pytest.fixture
