@@ -29,7 +29,7 @@ from unirl.types import Completion, GenerationRequest, SamplingParams
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 ROOT = Path(__file__).parents[3]
 REQUESTS = [
     GenerationRequest((5, 6, 7), SamplingParams(8), (0,)),  # ends when the others have hardly begun
@@ -328,7 +328,7 @@ def test_a_slurm_task_serves_one_run_after_the_other(alone, expected, run_dir, r
     ):
         earlier.open_pool(run_dir / "pool")
         job = submit(slurm, output, str(run_dir), f"--limit-s={LIMIT_S}")
-        wait_for(lambda: len(addresses(earlier)) == 2)
+        wait_for(lambda: "takes samples at" in said())
         url = addresses(earlier)[1]
         earlier.close()
         alone.open_pool(run_dir / "pool")
