@@ -14,7 +14,7 @@ from unirl.cluster.runs import find_run, saved_config
 from unirl.errors import UserError
 from unirl.observe.pool_folder import PoolFolder, Presence, Request, RunEndedError
 from unirl.rollout.sglang import Server, ServerLostError, ServerOptions
-from unirl.trainer.sglang_setup import server_options
+from unirl.trainer.sglang_setup import local_servers
 
 _POLL_S = 2.0
 _ANSWER_LIMIT_S = 60.0
@@ -77,10 +77,10 @@ def launch_options(options: ServeOptions, presence: Presence) -> ServerOptions:
     model = Path(presence.model_path)
     if not model.is_dir():
         raise UserError(f"{here} does not see the run's model, {model}: put it where all machines see it")
-    one = replace(config, rollout=replace(config.rollout, num_servers=1))
+    [launch] = local_servers(config, model, 1)
     log_path = options.run_dir / "logs" / f"sglang_{here}_{os.getpid()}.log"
     host = options.host or ("127.0.0.1" if presence.host == here else _own_address(presence.host))
-    return replace(server_options(one, model), gpus=(), host=host, log_path=log_path)
+    return replace(launch, gpus=(), host=host, log_path=log_path)
 
 
 class Visit:

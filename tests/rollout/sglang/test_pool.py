@@ -24,7 +24,7 @@ from unirl.config.compose import to_yaml
 from unirl.rollout.sglang import EngineOptions, Server, SGLangRolloutEngine
 from unirl.rollout.sglang.process import ServerProcess
 from unirl.sync import TensorTransfer
-from unirl.trainer.sglang_setup import server_options
+from unirl.trainer.sglang_setup import local_servers
 from unirl.types import Completion, GenerationRequest, SamplingParams
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
@@ -59,7 +59,7 @@ def run_dir(engine, recipe_dir, tmp_path_factory) -> Iterator[Path]:
 def second(engine, run_dir, recipe_dir) -> Iterator[ServerProcess]:
     """A server that nobody has attached to yet."""
     config = compose("tiny", [*OVERRIDES, f"run_dir={run_dir}"], [recipe_dir])
-    process = ServerProcess(server_options(config, recipe_dir / "model"))
+    process = ServerProcess(*local_servers(config, recipe_dir / "model", 1))
     try:
         engine.run(until_it_answers(process, config.rollout.start_timeout_s))
         yield process
