@@ -72,7 +72,7 @@ class TextSegment:
                         f"TextSegment.{name}: found {value.dtype} {tuple(value.shape)}, expected {dtype} ({expected},)"
                     )
         support = self.support
-        if support is not None and (support.dtype != torch.int32 or support.shape != (num_tokens, *support.shape[1:2])):
+        if support is not None and (support.dtype, support.dim(), len(support)) != (torch.int32, 2, num_tokens):
             raise ValueError(
                 f"TextSegment.support: found {support.dtype} {tuple(support.shape)}, expected torch.int32 "
                 f"({num_tokens}, K)"

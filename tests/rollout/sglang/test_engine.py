@@ -213,7 +213,7 @@ def test_a_narrowed_sample_says_what_it_was_drawn_from(published, model):
 
 
 def test_a_narrowed_sample_depends_on_its_seed_alone(published):
-    """Not on what else is asked of the sampler: of SGLang's narrowed draws, the noise belongs to the rank of a token."""
+    """And not on whether the support is asked for."""
     together = draw(published, REPLAYED)[0]
     alone = published.generate([GenerationRequest(PROMPTS[0], REPLAYED, (3,))])[0][0]
     silent = published.generate([GenerationRequest(PROMPTS[0], replace(REPLAYED, return_support=False), (3,))])[0][0]
