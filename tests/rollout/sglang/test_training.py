@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from tests.trainer.conftest import ENVIRONMENT, read_metrics
+from tests.trainer.conftest import ENVIRONMENT, REPLAY, read_metrics
 from unirl.audit.__main__ import main
 from unirl.rollout.sglang import API_KEY_VARIABLE
 
@@ -31,9 +31,6 @@ def test_the_recipe_runs_on_a_server_that_runs_already(published, command, recip
     assert all(line.get("rollout_replay_logp_absdiff_max", 0) < 1e-4 for line in lines)
     assert all(line["rollout/server_restarts"] == 0 for line in lines)
     assert all(line["sync/gb_per_s"] > 0 for line in lines[1:])
-
-
-REPLAY = ["sampling.top_k=20", "sampling.top_p=0.05", "sampling.replay_support=true"]
 
 
 @pytest.mark.parametrize("narrowed", [[], REPLAY], ids=["whole", "narrowed"])
