@@ -109,6 +109,7 @@ def _cpu_arguments(options: ServerOptions) -> dict[str, Any]:
         "cuda_graph_backend_decode": "disabled",
         "cuda_graph_backend_prefill": "disabled",
         "disable_overlap_schedule": True,
+        "sleep_on_idle": True,  # else it takes a core from the trainer while it waits
         "mem_fraction_static": options.mem_fraction or _CPU_MEM_FRACTION,
     }
 
