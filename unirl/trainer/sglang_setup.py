@@ -26,7 +26,7 @@ def make_sglang_engine(config: TrainConfig) -> SGLangRolloutEngine:
     rollout, folder = config.rollout, resolve_folder(config.model.path)
     return SGLangRolloutEngine(
         folder,
-        rollout.urls or per_server(_server_options(config, folder), rollout.num_servers),
+        rollout.urls or local_servers(config, folder, rollout.num_servers),
         _make_transfer(config),
         limits=FleetLimits(
             max_concurrency=rollout.max_concurrency,
@@ -46,16 +46,20 @@ def make_sglang_engine(config: TrainConfig) -> SGLangRolloutEngine:
     )
 
 
-def _server_options(config: TrainConfig, folder: Path) -> ServerOptions:
+def local_servers(config: TrainConfig, folder: Path, count: int) -> list[ServerOptions]:
+    """Options of `count` servers of the model in `folder` on the first GPUs of this machine.
+
+    Raises UserError where it has too few.
+    """
     rollout, has_cuda = config.rollout, torch.cuda.is_available()
     device = rollout.device if rollout.device != "auto" else "cuda" if has_cuda else "cpu"
-    num_gpus = rollout.num_servers * rollout.tp if device == "cuda" else 0
+    num_gpus = count * rollout.tp if device == "cuda" else 0
     if num_gpus > torch.cuda.device_count():
         raise UserError(
-            f"rollout.num_servers={rollout.num_servers} servers of rollout.tp={rollout.tp} GPUs need {num_gpus}, and "
+            f"rollout.num_servers={count} servers of rollout.tp={rollout.tp} GPUs need {num_gpus}, and "
             f"this machine has {torch.cuda.device_count()}: lower one of them, or set rollout.device=cpu"
         )
-    return ServerOptions(
+    options = ServerOptions(
         python=find_python(rollout.python),
         model_path=str(folder.absolute()),
         dtype=config.model.dtype,
@@ -73,6 +77,7 @@ def _server_options(config: TrainConfig, folder: Path) -> ServerOptions:
         release_memory=rollout.release_memory,
         arguments=rollout.server_args,
     )
+    return per_server(options, count)
 
 
 def _make_transfer(config: TrainConfig) -> WeightTransfer:

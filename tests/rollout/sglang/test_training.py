@@ -26,6 +26,7 @@ def test_the_recipe_runs_on_a_server_that_runs_already(published, command, recip
     )
     assert finished.returncode == 0, finished.stderr
     assert key not in finished.stdout + finished.stderr
+    assert [path.name for path in (tmp_path / "run" / "pool").iterdir() if path.is_file()] == []  # the run has ended
     lines = read_metrics(tmp_path / "run")[1:]
     assert [line["weight_version"] for line in lines] == [0, 1, 2]
     assert all(line.get("rollout_replay_logp_absdiff_max", 0) < 1e-4 for line in lines)

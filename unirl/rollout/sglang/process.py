@@ -30,8 +30,8 @@ class ServerProcess:
     """
 
     def __init__(self, options: ServerOptions):
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        port = _free_port(options.host)
+        self.url = f"http://{options.host}:{port}"
         self.api_key = secrets.token_urlsafe(32)
         self._log_path = options.log_path
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,10 +101,10 @@ def _family(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     """A port that was free a moment ago: a server that finds it taken ends, and its restart takes another."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return probe.getsockname()[1]
 
 
