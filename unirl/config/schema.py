@@ -88,9 +88,11 @@ class RolloutConfig:
     urls: list[str] = key(
         factory=list,
         doc="SGLang servers that run already, e.g. http://host:30000; their API key is taken from "
-        "$UNIRL_SGLANG_API_KEY. Empty: servers are launched here.",
+        "$UNIRL_SGLANG_API_KEY. Empty: servers are launched, on the devices of the run.",
     )
-    num_servers: int = key(1, "SGLang servers to launch.", ge=1)
+    num_servers: int | None = key(
+        None, "SGLang servers to launch; null: as many as the devices that sample hold; without Ray, one.", ge=1
+    )
     tp: int = key(1, "GPUs of a SGLang server.", ge=1)
     device: str = key(
         "auto", "Where SGLang servers run; auto: on CUDA where there is any.", choices=["auto", "cpu", "cuda"]

@@ -78,7 +78,7 @@ class ARTrainer:
             models = make_models(config, self.display.message)
             resources.callback(models.workers.close)
             self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
-            self.engine = make_engine(config)
+            self.engine = make_engine(config, models.workers)
             resources.callback(self.engine.close)
             self.collector = Collector(config, data, self.engine, self.reward, group_filter)
             self._resources = resources.pop_all()
