@@ -226,7 +226,7 @@ BROKEN = {
     "split_layout_has_servers": (
         ["cluster.layout=split", "num_devices=4", "rollout.num_devices=2"],
         "cluster.layout",
-        "found split with rollout.engine=native, which samples in the controller's process; use sglang",
+        "found split with rollout.engine=native, which has no devices of its own; use sglang",
     ),
     "engines_fill_their_devices": (
         ["num_devices=16", "batch_size=16", "rollout.engine=sglang", "rollout.tp=3", "sync.mode=disk"],

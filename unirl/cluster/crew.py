@@ -48,6 +48,7 @@ class Crew:
         self._arguments = arguments
         self._heartbeat_s = heartbeat_s
         self._reservation = reservation
+        self.bundles = tuple(bundles)
         hired = [self._hire(bundle) for bundle, size in enumerate(bundles) for _ in range(size)]
         seats = _take_seats(dict(enumerate(hired)))
         order = sorted(range(len(hired)), key=lambda number: (seats[number].bundle, seats[number].device))

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
@@ -11,7 +12,9 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from unirl.cluster.berth import Hosted, HostLostError, MakeProcess
+from unirl.cluster.crew import Crew
 from unirl.cluster.network import use_interface_of_node
+from unirl.cluster.placement import EngineSeat, shares_devices
 from unirl.cluster.processes import kill_process
 from unirl.cluster.reservation import Reservation
 
@@ -87,8 +90,8 @@ class Host:
 class RayBerth:
     """A `Berth` on a node of a reservation; its host is hired anew where it was lost.
 
-    devices: how many it takes. shared: those of others that it is to use; None: it takes its own of the reservation.
-    arguments: of `Host`.
+    place: of its host, while there is one. num_devices: how many it takes. shared: those of others that it is to use;
+    None: it takes its own of the reservation. arguments: of `Host`.
     """
 
     def __init__(
@@ -101,36 +104,40 @@ class RayBerth:
         arguments: tuple[Any, ...],
     ):
         self.node = node
+        self.place: HostPlace | None = None
         self._reservation = reservation
         self._num_devices = num_devices
         self._shared = shared
         self._arguments = arguments
         self._actor: Any = None
-        self._place: HostPlace | None = None
 
     def __str__(self) -> str:
-        return f"{self._place or 'no host'}, devices {', '.join(map(str, self.devices()))}"
+        return f"{self.place or 'no host'}, devices {', '.join(map(str, self.devices()))}"
 
     def devices(self) -> tuple[int, ...]:
         """Numbers of the devices on their node; none while there is no host."""
         if self._shared is not None:
             return self._shared()
-        return self._place.devices if self._place else ()
+        return self.place.devices if self.place else ()
 
     def hire(self) -> ray.ObjectRef:
         """Ask Ray for a host; the reference of its place, for `settle`."""
-        self._actor = ray.remote(Host).options(
-            num_cpus=0,
-            num_gpus=0 if self._shared is not None else self._num_devices,
-            max_concurrency=8,  # one thread waits for the end of the process
-            max_restarts=0,
-            scheduling_strategy=self._reservation.on(self.node),
-        ).remote(*self._arguments)
+        self._actor = (
+            ray.remote(Host)
+            .options(
+                num_cpus=0,
+                num_gpus=0 if self._shared is not None else self._num_devices,
+                max_concurrency=8,  # one thread waits for the end of the process
+                max_restarts=0,
+                scheduling_strategy=self._reservation.on(self.node),
+            )
+            .remote(*self._arguments)
+        )
         return self._actor.place.remote()
 
     def settle(self, place: ray.ObjectRef) -> None:
         """Wait until the host is there. Raises HostLostError where it does not come up."""
-        self._place = self._ask(place, _COME_UP_S)
+        self.place = self._ask(place, _COME_UP_S)
 
     def launch(self, make: MakeProcess) -> "HostedProcess":
         """See `Berth.launch`."""
@@ -142,15 +149,20 @@ class RayBerth:
             self.settle(self.hire())
         devices, actor = self.devices(), self._actor
         url, api_key, pid = self._ask(actor.launch.remote(make, devices), _LAUNCH_S)
-        is_here = self._place.node_id == ray.get_runtime_context().get_node_id()
+        is_here = self.place.node_id == ray.get_runtime_context().get_node_id()
         return HostedProcess(self, actor, url, api_key, pid, devices if is_here else ())
+
+    def close(self) -> None:
+        """End the host, with what it hosts, and give its devices back; `launch` hires another."""
+        if self._actor is not None:
+            self.leave(self._actor)
 
     def leave(self, actor: Any) -> None:
         """End the host, with what it hosts, unless another has taken its place already."""
         if actor is not self._actor:
             return
-        self._actor, place = None, self._place
-        self._place = None
+        self._actor, place = None, self.place
+        self.place = None
         ray.kill(actor, no_restart=True)
         if place is not None:  # Ray asks the process itself first, which a stopped one does not hear
             kill_process(place.node_id, place.pid, place.started)
@@ -161,7 +173,7 @@ class RayBerth:
         except RayTaskError:
             raise  # the host lives
         except RayError as error:
-            lost = HostLostError(f"its host, {self._place or 'which was not up yet'}, is lost: {_first_line(error)}")
+            lost = HostLostError(f"its host, {self.place or 'which was not up yet'}, is lost: {_first_line(error)}")
             self.leave(self._actor)
             raise lost from error
 
@@ -199,12 +211,21 @@ class HostedProcess:
             self._berth.leave(self._actor)
 
 
-def open_berths(berths: Sequence[RayBerth]) -> list[RayBerth]:
-    """Hire a host for each, side by side; the berths in the order of their nodes and devices."""
+def open_berths(
+    engines: Sequence[EngineSeat], crew: Crew, reservation: Reservation, arguments: tuple[Any, ...]
+) -> list[RayBerth]:
+    """One for each engine, in their order, each with a host. arguments: of `Host`."""
+    berths = [_berth(engine, crew, reservation, arguments) for engine in engines]
     hired = [(berth, berth.hire()) for berth in berths]
     for berth, place in hired:
         berth.settle(place)
     return sorted(berths, key=lambda berth: (berth.node, berth.devices()))
+
+
+def _berth(engine: EngineSeat, crew: Crew, reservation: Reservation, arguments: tuple[Any, ...]) -> RayBerth:
+    devices = partial(crew.devices, engine.node, engine.devices)
+    shared = devices if shares_devices(engine, crew.bundles) else None
+    return RayBerth(reservation, engine.node, num_devices=len(engine.devices), shared=shared, arguments=arguments)
 
 
 def _first_line(error: BaseException) -> str:

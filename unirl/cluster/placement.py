@@ -7,7 +7,6 @@ from typing import Literal
 
 from unirl.cluster.layout import Coordinates, RankGrid
 
-
 Role = Literal["train", "all", "rollout"]
 """What a node does."""
 
@@ -94,7 +93,9 @@ def place(
 
 
 def shares_devices(engine: EngineSeat, bundles: Sequence[int]) -> bool:
-    """Whether ranks of the trainer have the devices of the engine, too. bundles: ranks of each node, from device 0 on."""
+    """Whether ranks of the trainer have the devices of the engine, too. bundles: ranks of each node, from its first
+    device on.
+    """
     return engine.node < len(bundles) and engine.devices[0] < bundles[engine.node]
 
 

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch
 from unirl.cluster.berth import Berth
 from unirl.cluster.calls import Call
 from unirl.cluster.crew import Crew, WorkersLost
-from unirl.cluster.hosts import RayBerth, open_berths
+from unirl.cluster.hosts import open_berths
 from unirl.cluster.layout import RankGrid
 from unirl.cluster.meeting import MeetingPlace
 from unirl.cluster.memory import StateMemory
-from unirl.cluster.placement import EngineSeat, node_roles, node_sizes, shares_devices
+from unirl.cluster.placement import EngineSeat, node_roles, node_sizes
 from unirl.cluster.ray_worker import RayWorker
 from unirl.cluster.reservation import Reservation
 from unirl.cluster.seat import Seated
@@ -116,21 +115,10 @@ class SupervisedGroup:
 
     def berths(self) -> list[Berth]:
         """See `WorkerGroup.berths`."""
-        berths = open_berths([self._berth(engine) for engine in self._options.engines])
+        berths = open_berths(self._options.engines, self._crew, self._reservation, _driver())
         for number, berth in enumerate(berths):
             self._say(f"engine {number}: {berth}")
         return berths
-
-    def _berth(self, engine: EngineSeat) -> RayBerth:
-        devices = partial(self._crew.devices, engine.node, engine.devices)
-        shared = shares_devices(engine, self._options.bundles)
-        return RayBerth(
-            self._reservation,
-            engine.node,
-            num_devices=len(engine.devices),
-            shared=devices if shared else None,
-            arguments=_driver(),
-        )
 
     def close(self) -> None:
         """See `WorkerGroup.close`."""

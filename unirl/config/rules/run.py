@@ -48,7 +48,7 @@ def split_layout_has_servers(config: TrainConfig) -> str | None:
     if config.cluster.layout == "colocate" or (rollout.engine == "sglang" and not rollout.urls and runs_on_ray(config)):
         return None
     if rollout.engine != "sglang":
-        return f"found split with rollout.engine={rollout.engine}, which samples in the controller's process; use sglang"
+        return f"found split with rollout.engine={rollout.engine}, which has no devices of its own; use sglang"
     if rollout.urls:
         return "found split with rollout.urls, whose servers have devices of their own; use colocate"
     return f"found split with cluster.mode={config.cluster.mode}, which launches servers on this machine; use ray"
