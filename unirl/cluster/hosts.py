@@ -26,6 +26,7 @@ _LAUNCH_S = 180.0
 _END_S = 60.0
 _ANSWER_S = 10.0
 _POLL_S = 0.5
+_ATTEMPTS, _PAUSE_S = 4, 3.0
 
 
 @dataclass(frozen=True)
@@ -142,15 +143,26 @@ class RayBerth:
     def launch(self, make: MakeProcess) -> "HostedProcess":
         """See `Berth.launch`."""
         if self._actor is None:
-            if not self._reservation.wait([self.node], _MOVE_S):
-                raise HostLostError(
-                    f"its node is lost, and within {_MOVE_S:.0f} s no other had {self._num_devices} devices free"
-                )
-            self.settle(self.hire())
+            self._hire_anew()
         devices, actor = self.devices(), self._actor
         url, api_key, pid = self._ask(actor.launch.remote(make, devices), _LAUNCH_S)
         is_here = self.place.node_id == ray.get_runtime_context().get_node_id()
         return HostedProcess(self, actor, url, api_key, pid, devices if is_here else ())
+
+    def _hire_anew(self) -> None:
+        for attempt in range(_ATTEMPTS):
+            if not self._reservation.wait([self.node], _MOVE_S):
+                raise HostLostError(
+                    f"its node is lost, and within {_MOVE_S:.0f} s no other had {self._num_devices} devices free"
+                )
+            try:
+                self.settle(self.hire())
+                return
+            except HostLostError:
+                # A host may be known to be lost before its node is.
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                time.sleep(_PAUSE_S)
 
     def close(self) -> None:
         """End the host, with what it hosts, and give its devices back; `launch` hires another."""
