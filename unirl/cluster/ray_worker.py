@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 
 from unirl.cluster.codec import send_tensors_as_numpy
-from unirl.cluster.network import use_interface_of_node
+from unirl.cluster.numa import stay_near_device
 from unirl.cluster.seat import Seated
 from unirl.cluster.worker import MakeModels, Worker
 
@@ -16,7 +16,7 @@ class RayWorker(Seated, Worker):
         """directory, environment: those of the driver, so that relative paths and settings mean the same here."""
         os.chdir(directory)
         os.environ.update(environment)
-        use_interface_of_node()
         send_tensors_as_numpy()
         Seated.__init__(self, bundle)
+        self._processors = stay_near_device()
         Worker.__init__(self, make_models)

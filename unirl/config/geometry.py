@@ -85,6 +85,15 @@ def runs_on_ray(config: TrainConfig) -> bool:
     return mode == "ray" or (mode == "auto" and config.num_devices > 1)
 
 
+def releases_memory(config: TrainConfig) -> bool:
+    """Whether servers give back their memory while the trainer computes."""
+    rollout = config.rollout
+    if rollout.release_memory is not None:
+        return rollout.release_memory
+    is_shared = config.cluster.layout == "colocate" and runs_on_ray(config)
+    return is_shared and rollout.engine == "sglang" and not rollout.urls
+
+
 def longest_sample(config: TrainConfig) -> int:
     """Tokens of the longest prompt with the longest response or episode."""
     return config.data.max_prompt_tokens + longest_response(config)

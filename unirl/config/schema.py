@@ -107,10 +107,10 @@ class RolloutConfig:
     deterministic: bool = key(
         True, "Samples of SGLang servers depend on their seeds alone; on CUDA that costs throughput."
     )
-    release_memory: bool = key(
-        False,
+    release_memory: bool | None = key(
+        None,
         "SGLang servers release the memory of weights and cache while the trainer computes (cluster.layout colocate); "
-        "servers of rollout.urls need --enable-memory-saver.",
+        "servers of rollout.urls need --enable-memory-saver. null: where a run on Ray launches them.",
     )
     server_args: dict[str, Any] = key(
         factory=dict, doc="Further options of SGLang servers, e.g. {chunked_prefill_size: 8192}."

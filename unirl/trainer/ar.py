@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from unirl.algorithms import make_algorithm
 from unirl.cluster.models import TrainedProxy
+from unirl.config.geometry import releases_memory
 from unirl.config.schema import TrainConfig
 from unirl.errors import UserError
 from unirl.observe.console import RunDisplay
@@ -116,7 +117,7 @@ class ARTrainer:
         config, iteration, started = self.config, self.state.iteration, time.perf_counter()
         with self.stop.abandonable():
             batch = self.collector.collect(iteration, self.state.next_sample_id, self.display)
-            if config.rollout.release_memory:
+            if releases_memory(config):
                 self.engine.release_memory()  # until the sync takes it again
             with self.display.phase("reference") as reference:
                 part = self._with_reference(batch.part)

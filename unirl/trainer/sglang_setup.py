@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from unirl.cluster.berth import Berth, HostLostError
+from unirl.config.geometry import releases_memory
 from unirl.config.schema import TrainConfig
 from unirl.errors import UserError
 from unirl.rollout.sglang import (
@@ -108,7 +109,7 @@ def _server_options(config: TrainConfig, folder: Path, device: str, gpus: tuple[
         deterministic=rollout.deterministic,
         trust_remote_code=config.model.trust_remote_code,
         health_timeout_s=rollout.health_timeout_s,
-        release_memory=rollout.release_memory,
+        release_memory=releases_memory(config),
         arguments=rollout.server_args,
     )
 
