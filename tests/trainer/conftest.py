@@ -27,6 +27,9 @@ eval: {{every: 3, path: {folder}/heldout.jsonl, num_samples: 2}}
 logging: {{samples_per_iteration: 2}}
 """
 
+REPLAY = ("sampling.top_k=20", "sampling.top_p=0.05", "sampling.replay_support=true")
+"""Narrowed sampling: of the random policy's nearly even distribution, this nucleus is less than 20 tokens."""
+
 
 @pytest.fixture(scope="session")
 def recipe_dir(tmp_path_factory) -> Path:

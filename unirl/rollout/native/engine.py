@@ -103,6 +103,7 @@ class NativeRolloutEngine:
             log_probs=sample.log_probs,
             status=SampleStatus.COMPLETED if sample.stopped else SampleStatus.TRUNCATED,
             weight_versions=(self.weight_version,) * len(sample.token_ids),
+            support=sample.support,
         )
 
 
@@ -130,6 +131,8 @@ def _check_request(number: int, request: GenerationRequest, config: ModelConfig)
             raise ValueError(f"{where}: {what} has {outside[:5]}, outside the vocabulary of {config.vocab_size} tokens")
     if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
         raise ValueError(f"{where}: expected max_new_tokens >= 1, temperature >= 0 and 0 < top_p <= 1, found {params}")
+    if params.return_support and params.top_k > config.vocab_size:
+        raise ValueError(f"{where}: found top_k={params.top_k}, more than the vocabulary of {config.vocab_size} tokens")
     if any(seed < 0 for seed in request.seeds):
         raise ValueError(f"{where}: expected seeds >= 0, found {request.seeds}")
 

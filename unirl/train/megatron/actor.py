@@ -59,7 +59,7 @@ class MegatronActor(Trained, MegatronPolicy):
         def loss_of(batch: MicroBatch, output: torch.Tensor):
             return (
                 self._fused_loss(loss_fn, batch, output)
-                if fused
+                if fused and batch.support is None  # it is of the whole vocabulary
                 else loss_fn(batch, *self._token_log_probs(batch, output))
             )
 
