@@ -141,7 +141,7 @@ class Visit:
     async def _is_member_until_lost(self, presence: Presence) -> bool:
         """Returns when the server is in no pool any more: True where it is to look for one again."""
         while True:
-            self._server.check_process()
+            await self._server.check_process()
             present = self._folder.presence()
             if present is None or present.run_id != presence.run_id:
                 return True

@@ -17,12 +17,11 @@ from unirl.rollout.sglang.background import BackgroundLoop
 from unirl.rollout.sglang.client import RequestRefusedError, ServerLostError
 from unirl.rollout.sglang.control import PauseMode, ServerControl
 from unirl.rollout.sglang.fleet import Fleet, FleetLimits
-from unirl.rollout.sglang.launch import ServerOptions
 from unirl.rollout.sglang.model import ModelFacts
 from unirl.rollout.sglang.pool import Pool, check_alike, find_server
 from unirl.rollout.sglang.publisher import Publisher
 from unirl.rollout.sglang.sample import Room, Sample
-from unirl.rollout.sglang.server import Server
+from unirl.rollout.sglang.server import Server, Source
 from unirl.rollout.sglang.transfer import WeightSyncError, WeightTransfer
 from unirl.rollout.weights import LocalWeights, WeightSource
 from unirl.types import Completion, GenerationRequest
@@ -62,7 +61,7 @@ class SGLangRolloutEngine:
     def __init__(
         self,
         model_path: str | Path,
-        servers: Sequence[ServerOptions | str],
+        servers: Sequence[Source],
         transfer: WeightTransfer,
         *,
         limits: FleetLimits | None = None,
@@ -101,7 +100,7 @@ class SGLangRolloutEngine:
             checksum_timeout_s=self._options.checksum_timeout_s,
         )
 
-    async def _start(self, servers: Sequence[ServerOptions | str], limits: FleetLimits, api_key: str | None) -> Fleet:
+    async def _start(self, servers: Sequence[Source], limits: FleetLimits, api_key: str | None) -> Fleet:
         fleet = Fleet([Server(source, api_key=api_key) for source in servers], limits, self._check_server)
         await fleet.start()
         return fleet
@@ -116,7 +115,7 @@ class SGLangRolloutEngine:
         if others:
             check_alike(server, others, self._model)
 
-    def add_server(self, source: ServerOptions | str, *, api_key: str | None = None) -> str:
+    def add_server(self, source: Source, *, api_key: str | None = None) -> str:
         """Take in one more server while samples are drawn, or at any other time: launch it, or attach to its URL.
 
         Returns its name when it takes samples: checked, and with the weights that the others have. That can last until
@@ -128,7 +127,7 @@ class SGLangRolloutEngine:
         self._check_open()
         return self._loop.run(self._add_server(source, api_key))
 
-    async def _add_server(self, source: ServerOptions | str, api_key: str | None) -> str:
+    async def _add_server(self, source: Source, api_key: str | None) -> str:
         server = Server(source, api_key=api_key)
         for known in (*self._fleet.servers, *self._fleet.joining):
             if server.is_attached and known.endpoint[0] == server.endpoint[0]:

@@ -157,7 +157,7 @@ class Fleet:
                 if self.weights is not None:
                     await self.weights.at_hand()
         except (ServerLostError, RequestRefusedError) as error:
-            raise UserError(f"{server} did not take the weights: {error}{server.log_tail()}") from error
+            raise UserError(f"{server} did not take the weights: {error}{await server.log_tail()}") from error
         finally:
             self._at_door.discard(server)
             if server not in self.servers:
@@ -365,7 +365,7 @@ class Fleet:
 
     async def _problem(self, server: Server) -> str | None:
         try:
-            server.check_process()
+            await server.check_process()
             if not self.quiet:
                 await server.control.health(self.limits.health_timeout_s)
         except (ServerLostError, RequestRefusedError) as error:
