@@ -210,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--layers", type=int, default=19, help="of the model; 19 make 0.99 GB")
-    parser.add_argument("--bucket-mb", type=int, default=32)
+    parser.add_argument("--bucket-mb", type=int, default=128)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = measure(options.rounds, options.layers, options.bucket_mb)
