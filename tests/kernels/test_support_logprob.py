@@ -163,3 +163,16 @@ def test_supports_that_cannot_be_are_refused(support, message):
 def test_ids_of_another_dtype_are_refused():
     with pytest.raises(TypeError, match="expected int32 support"):
         support_logprob(torch.randn(2, 8), torch.tensor([1, 2]), torch.tensor([[1], [2]]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gpu_gives_what_the_cpu_gives_and_the_same_each_time(dtype):
+    logits, targets = (3 * torch.randn(200, 5000)).to(dtype), torch.randint(5000, (200,))
+    support, grads = make_support(targets, 5000, 50), torch.randn(2, 200)
+    expected = run(logits, targets, support, grads, temperature=0.6)
+    first, again = (run(*(x.cuda() for x in (logits, targets, support, grads)), temperature=0.6) for _ in range(2))
+    for found, repeated, value in zip(first, again, expected, strict=True):
+        assert torch.equal(found, repeated)
+        torch.testing.assert_close(found.cpu(), value, rtol=1e-2 if value.dtype == torch.bfloat16 else 1e-5, atol=1e-6)

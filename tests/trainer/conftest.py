@@ -94,8 +94,9 @@ def read_metrics(run_dir: Path) -> list[dict]:
 
 def timeless(metrics: list[dict]) -> list[dict]:
     """Metrics without those that tell of time."""
+    speeds = ("tokens_per_second", "sync/gb_per_s")
     return [
-        {name: value for name, value in line.items() if not name.startswith("time/") and name != "tokens_per_second"}
+        {name: value for name, value in line.items() if not name.startswith("time/") and name not in speeds}
         for line in metrics
     ]
 

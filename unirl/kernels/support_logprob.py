@@ -86,7 +86,16 @@ class _Call:
     with_entropy: bool
 
     @classmethod
-    def of(cls, width, vocab, group, targets: Tensor, support: Tensor, temperature: float, with_entropy: bool):
+    def of(
+        cls,
+        width: int,
+        vocab: int | None,
+        group: dist.ProcessGroup | None,
+        targets: Tensor,
+        support: Tensor,
+        temperature: float,
+        with_entropy: bool,
+    ) -> "_Call":
         check_temperature(temperature)
         shard = VocabShard.of(width, vocab, group)
         check_targets(targets, shard.vocab)

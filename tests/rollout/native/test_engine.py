@@ -214,6 +214,7 @@ def test_update_weights_changes_the_samples_to_those_of_the_new_model(models, en
         model = build_model("qwen3", seed)
         weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
         engine.update_weights(weights.items(), version)
+        assert engine.metrics()["sync/gb_per_s"] > 0
         after = engine.generate(requests)
         assert after[0][0].token_ids != before[0][0].token_ids
         assert {v for c in after[0] for v in c.weight_versions} == {version}

@@ -139,10 +139,6 @@ class Drawing:
         [groups] = self._result
         return groups
 
-    @property
-    def is_going_on(self) -> bool:
-        return self._thread.is_alive()
-
     def __enter__(self) -> "Drawing":
         self._thread.start()
         assert self._begun.wait(LIMIT_S)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import torch
 
 from unirl.errors import UserError
-from unirl.rollout.sglang.checksums import ChecksumCollector
+from unirl.rollout.sglang.checksums import ChecksumCollector, count_experts
 from unirl.rollout.sglang.client import ServerLostError
 from unirl.rollout.sglang.control import PauseMode
 from unirl.rollout.sglang.fleet import Fleet
@@ -72,7 +72,11 @@ class Publisher:
             return None
         info = self._fleet.servers[0].info
         sums = ChecksumCollector(
-            device=info.device, dtype=getattr(torch, info.dtype), tp=info.tp, head_dim=self._model.head_dim
+            device=info.device,
+            dtype=getattr(torch, info.dtype),
+            tp=info.tp,
+            head_dim=self._model.head_dim,
+            num_experts=count_experts(self._model.weights),
         )
         if unknown := sums.unknown(self._model.weights):
             raise UserError(
