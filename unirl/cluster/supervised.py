@@ -1,8 +1,9 @@
 """The worker group on Ray: calls every rank, finds those that are lost, and brings the run back to where it was."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import ray
 import torch
 
 from unirl.cluster.calls import Call
-from unirl.cluster.crew import Crew, WorkersLost
+from unirl.cluster.crew import Crew, RankFailed, WorkersLost
 from unirl.cluster.layout import RankGrid
 from unirl.cluster.meeting import MeetingPlace
 from unirl.cluster.memory import StateMemory
@@ -74,9 +75,9 @@ class SupervisedGroup:
                 (make_models, os.getcwd(), environment),
                 bundles=options.bundles,
                 heartbeat_s=options.heartbeat_s,
+                check=partial(self._session.check_head, options.heartbeat_s),
             )
-            for rank, seat in enumerate(self._crew.seats):
-                say(f"rank {rank}: {grid.coordinates(rank)}; {seat}")
+            self._say_seats(range(grid.world_size))
             self._memory = StateMemory(self._crew, grid)
             try:
                 self._start()
@@ -132,7 +133,13 @@ class SupervisedGroup:
         return self._gather(queued, f"{bucket.model}.{bucket.method}")[0]
 
     def _gather(self, queued: dict[int, ray.ObjectRef], what: str) -> dict[int, Any]:
-        return self._crew.gather(queued, what, self._options.timeout_s)
+        try:
+            return self._crew.gather(queued, what, self._options.timeout_s)
+        except RankFailed as failed:
+            if failed.waiting:  # the run hardly goes on from there: leave what was seen
+                report = write_stall_report(self._options.report_dir, failed, self._crew)
+                self._say(f"{failed}; {len(failed.waiting)} others wait for it (report: {report})")
+            raise failed.error from failed.told
 
     def _start(self) -> None:
         """Form the process group and make the models: on workers that run already, too."""
@@ -152,6 +159,7 @@ class SupervisedGroup:
                     "then continue with resume=auto"
                 ) from lost
             self._say(f"{lost}; replacing and going on (report: {report})")
+            before = list(self._crew.seats)
             try:
                 self._crew.replace(lost.reasons)
                 self._release_survivors(lost)
@@ -160,6 +168,12 @@ class SupervisedGroup:
                 return
             except WorkersLost as again:
                 lost = again
+            finally:
+                self._say_seats(rank for rank, seat in enumerate(self._crew.seats) if seat != before[rank])
+
+    def _say_seats(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._say(f"rank {rank}: {self.grid.coordinates(rank)}; {self._crew.seats[rank]}")
 
     def _release_survivors(self, lost: WorkersLost) -> None:
         """Let the others leave what they wait in; those that cannot are replaced, too."""

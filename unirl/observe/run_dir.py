@@ -32,7 +32,7 @@ class RunDirectory(AbstractContextManager):
         self.samples_path = self.path / "samples.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # logs and samples are its user's alone
         except OSError as error:
             raise UserError(f"run_dir={self.path} cannot be made: {error.strerror}; choose another run_dir") from error
         if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):

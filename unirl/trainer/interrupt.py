@@ -40,6 +40,8 @@ class StopSignal:
             yield
         finally:
             self._abandonable = False
+        if self.requested:  # raised where the interpreter ignores exceptions, as in a destructor
+            raise StopRequested
 
     def _handle(self, number: int, frame) -> None:
         if self.requested:
