@@ -1,6 +1,7 @@
 """A real actor that dies, or stops, at a given point of its work."""
 
 import os
+import pickle
 import signal
 import time
 from dataclasses import dataclass, field
@@ -20,8 +21,9 @@ class Faults:
 
     folder: Path
 
-    def plan(self, where: str, rank: int, how: signal.Signals) -> None:
-        (self.folder / f"{where}-{rank}").write_text(str(int(how)))
+    def plan(self, where: str, rank: int, how: signal.Signals | Exception) -> None:
+        """A signal that the rank gets, or an error that it raises."""
+        (self.folder / f"{where}-{rank}").write_bytes(pickle.dumps(how))
 
     def planned(self) -> list[str]:
         return [path.name for path in self.folder.iterdir()]
@@ -29,8 +31,10 @@ class Faults:
     def strike(self, where: str) -> None:
         path = self.folder / f"{where}-{dist.get_rank() if dist.is_initialized() else 0}"
         if path.exists():
-            how = int(path.read_text())
+            how = pickle.loads(path.read_bytes())
             path.unlink()
+            if isinstance(how, Exception):
+                raise how
             os.kill(os.getpid(), how)
             time.sleep(60)  # another thread may take the signal first: this one must not go on until it has
 

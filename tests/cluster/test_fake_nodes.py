@@ -68,6 +68,16 @@ def test_ranks_sit_where_the_plan_says(nodes, grid, devices_per_node):
 
 
 @pytest.mark.timeout(300)
+def test_a_worker_that_floods_its_log_tells_what_it_does_and_does_not_count_as_lost(nodes):
+    crew = Crew(Bystander, (), bundles=(1,), heartbeat_s=60)
+    flooding = {0: crew.submit(0, "flood", 200_000)}
+    assert crew.silent([0]) == {}
+    assert "in flood" in crew.stacks()[0]
+    crew.gather(flooding, "flooding", timeout_s=200)
+    crew.dismiss()
+
+
+@pytest.mark.timeout(300)
 def test_ranks_of_a_node_that_is_lost_are_named_and_move_to_another(nodes):
     cluster, _ = nodes
     crew = Crew(Bystander, (), bundles=(2, 2), heartbeat_s=60)

@@ -171,13 +171,19 @@ class Crew:
                 return
 
     def _await_nodes(self) -> None:
-        """Until Ray has moved the bundles of lost nodes to others; not for ever, since there may be none."""
+        """Until Ray has moved the bundles of lost nodes to others. Raises UserError where none has room in time."""
         deadline = time.monotonic() + _HIRING_S
-        while time.monotonic() < deadline:
+        while True:
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
             table = placement_group_table(self._nodes)
             if table["state"] == "CREATED" and alive.issuperset(table["bundles_to_node_id"].values()):
                 return
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"a node was lost, and no other had as many free devices within {_HIRING_S:.0f} s; the "
+                    f"{len(alive)} nodes that are left do not hold the run: add one, then continue with resume=auto"
+                )
+            self._check()
             time.sleep(1)
 
     def dismiss(self) -> None:
@@ -206,10 +212,10 @@ class Crew:
         waiting = [other for other, future in futures.items() if not future.done()]
         raise RankFailed(what, rank, self.seats[rank], own[rank], failures[rank], waiting)
 
-    def _hire(self, bundle: int) -> Any:
+    def _hire(self, bundle: int, **more: Any) -> Any:
         strategy = PlacementGroupSchedulingStrategy(self._nodes, placement_group_bundle_index=bundle)
         options = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": strategy, "max_restarts": 0}
-        return self._actor_class.options(**options).remote(bundle, *self._arguments)
+        return self._actor_class.options(**options, **more).remote(bundle, *self._arguments)
 
     def _kill(self, ranks: Iterable[int]) -> None:
         here = ray.get_runtime_context().get_node_id()

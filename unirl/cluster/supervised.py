@@ -60,17 +60,20 @@ class SupervisedGroup:
         options: ClusterOptions,
         say: Callable[[str], None],
         worker: type[Seated] = RayWorker,
+        crew: type[Crew] = Crew,
     ):
         self.grid = grid
         self._options = options
         self._say = say
         self._restarts = 0
+        self._is_out_of_step = False
+        """Whether a rank has failed while others went on: their collectives no longer meet."""
         self._session: RaySession | None = RaySession(
             options.address, num_devices=grid.world_size, object_store_gb=options.object_store_gb
         )
         try:
             environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-            self._crew = Crew(
+            self._crew = crew(
                 worker,
                 (make_models, os.getcwd(), environment),
                 bundles=options.bundles,
@@ -113,6 +116,8 @@ class SupervisedGroup:
 
     def _supervised(self, attempt: Callable[[], Any], before_retry: Callable[[], None] | None = None) -> Any:
         """What `attempt` returns, tried again after each loss of workers."""
+        if self._is_out_of_step:
+            self._recover(WorkersLost("an earlier call, after the error of a rank", {}))
         while True:
             try:
                 return attempt()
@@ -122,8 +127,8 @@ class SupervisedGroup:
                     before_retry()
 
     def _attempt(self, call: Call) -> dict[int, Any]:
-        calls = {rank: call.for_rank(rank, self.grid) for rank in range(self.grid.world_size)}
-        queued = {rank: self._crew.submit(rank, "call", *arguments) for rank, arguments in calls.items()}
+        calls = call.by_rank(self.grid)
+        queued = {rank: self._crew.submit(rank, "call", *arguments) for rank, arguments in enumerate(calls)}
         return self._gather(queued, str(call))
 
     def _next_bucket(self, bucket: Bucket) -> tuple[list[tuple[str, torch.Tensor]], bool]:
@@ -136,9 +141,10 @@ class SupervisedGroup:
         try:
             return self._crew.gather(queued, what, self._options.timeout_s)
         except RankFailed as failed:
-            if failed.waiting:  # the run hardly goes on from there: leave what was seen
+            if failed.waiting:
                 report = write_stall_report(self._options.report_dir, failed, self._crew)
-                self._say(f"{failed}; {len(failed.waiting)} others wait for it (report: {report})")
+                self._say(f"{failed}; ranks {failed.waiting} wait for it (report: {report})")
+                self._is_out_of_step = True
             raise failed.error from failed.told
 
     def _start(self) -> None:
@@ -163,6 +169,7 @@ class SupervisedGroup:
             try:
                 self._crew.replace(lost.reasons)
                 self._release_survivors(lost)
+                self._is_out_of_step = False
                 self._start()
                 self._restore()
                 return
