@@ -3,9 +3,7 @@
 import os
 import secrets
 import shutil
-import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -49,7 +47,7 @@ class RaySession(AbstractContextManager):
         self._folder: Path | None = None
         self._environment: dict[str, str | None] = {}
         try:
-            with _sigterm_as_it_was():
+            with _sigterm_as_it_is():
                 if address is None:
                     self._start(num_devices, object_store_gb)
                 else:
@@ -144,18 +142,11 @@ def _remove_stale_folders() -> None:
 
 
 @contextmanager
-def _sigterm_as_it_was() -> Iterator[None]:
-    """Ray takes SIGTERM for itself, and exits: what the program does with it stays as it was."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
+def _sigterm_as_it_is() -> Iterator[None]:
+    """While entered, Ray leaves SIGTERM alone, which it would take for itself to exit."""
+    taken = ray._private.utils.set_sigterm_handler
+    ray._private.utils.set_sigterm_handler = lambda handler: None
     try:
         yield
-    except SystemExit as asked:
-        signal.signal(signal.SIGTERM, before)
-        if asked.code == signal.SIGTERM:
-            signal.raise_signal(signal.SIGTERM)
-        raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        ray._private.utils.set_sigterm_handler = taken
