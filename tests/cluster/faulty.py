@@ -6,6 +6,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -21,8 +22,8 @@ class Faults:
 
     folder: Path
 
-    def plan(self, where: str, rank: int, how: signal.Signals | Exception) -> None:
-        """A signal that the rank gets, or an error that it raises."""
+    def plan(self, where: str, rank: int, how: signal.Signals | Exception | Literal["node"]) -> None:
+        """A signal that the rank gets, an error that it raises, or its node is lost."""
         (self.folder / f"{where}-{rank}").write_bytes(pickle.dumps(how))
 
     def planned(self) -> list[str]:
@@ -35,7 +36,10 @@ class Faults:
             path.unlink()
             if isinstance(how, Exception):
                 raise how
-            os.kill(os.getpid(), how)
+            if how == "node":
+                os.kill(os.getppid(), signal.SIGKILL)  # its raylet
+            else:
+                os.kill(os.getpid(), how)
             time.sleep(60)  # another thread may take the signal first: this one must not go on until it has
 
 
