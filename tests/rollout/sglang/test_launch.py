@@ -1,6 +1,8 @@
 """Command line and environment of a server; no SGLang needed."""
 
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,12 @@ def test_finding_the_interpreter(monkeypatch, tmp_path):
     link.symlink_to(sys.executable)
     monkeypatch.delenv("UNIRL_SGLANG_PYTHON")
     assert find_python(None) == str(link), "not resolved: the place of the link makes the environment"
+
+
+def test_ranks_on_cpu_are_given_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 4, 5})
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment(CPU)
+    assert environment(replace(CPU, tp=2))["SGLANG_CPU_OMP_THREADS_BIND"] == "2|4"
+    assert environment(replace(CPU, tp=2, num_threads=2))["SGLANG_CPU_OMP_THREADS_BIND"] == "2,4|5,2"
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0-3|4-7")
+    assert environment(replace(CPU, tp=2))["SGLANG_CPU_OMP_THREADS_BIND"] == "0-3|4-7"

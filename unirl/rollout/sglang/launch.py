@@ -1,5 +1,6 @@
 """How a server is launched: which interpreter, which command line, which environment."""
 
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -122,6 +123,15 @@ def environment(options: ServerOptions) -> dict[str, str]:
     if options.device == "cpu":
         env |= {"PYTHONPATH": str(CPU_STUBS), "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         env["OMP_NUM_THREADS"] = str(options.num_threads)
+        if options.tp > 1:  # SGLang gives ranks a NUMA node each, unless it is told their cores
+            env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_by_rank(options))
     elif options.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, options.gpus))
     return env
+
+
+def _cores_by_rank(options: ServerOptions) -> str:
+    """As many cores for each rank as it has threads, in SGLang's notation; shared ones where there are too few."""
+    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+    ranks = (itertools.islice(cores, options.num_threads) for _ in range(options.tp))
+    return "|".join(",".join(map(str, rank)) for rank in ranks)
