@@ -32,11 +32,8 @@ _HIRING_ATTEMPTS, _HIRING_PAUSE_S = 4, 3.0
 _LAST_WORDS_S = 1.0
 """How much longer than the others a lost worker has to tell what it is doing."""
 
-_PASSING = {
-    getattr(errno, name)
-    for name in ("EIO", "ESTALE", "ETIMEDOUT", "EAGAIN", "EHOSTDOWN", "EREMOTEIO", "ECONNRESET", "ENOTCONN", "EPIPE")
-}
-"""Errors of a network or of a file system that may be gone on the next attempt; a full disk is none."""
+_PASSING = (errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOTCONN)
+"""Errors of a file system, of the network or of a disk, that may be gone on the next attempt; a full disk is none."""
 
 
 class WorkersLost(RuntimeError):
@@ -138,7 +135,8 @@ class Crew:
         """Of every worker that tells within a heartbeat; of the others, that they do not. Nobody waits for the lost."""
         asked = {rank: self.submit(rank, "stacks").future() for rank in range(len(self))}
         deadline = time.monotonic() + self._heartbeat_s
-        wait([future for rank, future in asked.items() if rank not in set(lost)], timeout=self._heartbeat_s)
+        lost = set(lost)
+        wait([future for rank, future in asked.items() if rank not in lost], timeout=self._heartbeat_s)
         wait(asked.values(), timeout=min(_LAST_WORDS_S, max(0.0, deadline - time.monotonic())))
         return {
             rank: future.result() if future.done() and future.exception() is None else "no answer\n"
@@ -205,7 +203,8 @@ class Crew:
             raise WorkersLost(f"{what} ({_first_line(next(iter(errors.values())))})", {})
         passing = {rank: error for rank, error in own.items() if _may_pass(error)}
         if passing:
-            raise WorkersLost(what, {rank: f"failed: {_first_line(error)}" for rank, error in passing.items()})
+            told = {rank: f"({self.seats[rank]}) failed: {_first_line(error)}" for rank, error in passing.items()}
+            raise WorkersLost(what, told)
         # The others may wait for the failed one in a collective; a moment, then they are the caller's to free.
         wait(futures.values(), timeout=min(self._heartbeat_s, 10.0))
         rank = min(own)

@@ -25,6 +25,8 @@ from unirl.errors import UserError
 _RELEASE_S = 30.0
 """How long a survivor may take to leave a collective whose peer is gone."""
 
+_HEAD_HEARTBEATS = 3
+"""How many heartbeats Ray's head may take to answer: without it the run ends."""
 
 _PASSED_ON = ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE")
 """What workers take from the driver's environment; the rest is that of Ray on their node."""
@@ -78,7 +80,7 @@ class SupervisedGroup:
                 (make_models, os.getcwd(), environment),
                 bundles=options.bundles,
                 heartbeat_s=options.heartbeat_s,
-                check=partial(self._session.check_head, options.heartbeat_s),
+                check=partial(self._session.check_head, _HEAD_HEARTBEATS * options.heartbeat_s),
             )
             self._say_seats(range(grid.world_size))
             self._memory = StateMemory(self._crew, grid)
