@@ -51,9 +51,9 @@ def test_nothing_heavy_is_imported(argv, printed, data_path, tmp_path):
 
 
 def test_a_refused_run_imports_nothing_heavy_either(data_path, tmp_path):
-    result = start(RECIPE, cwd=tmp_path)
+    result = start(RECIPE, "model.path=missing", cwd=tmp_path)
     assert result.returncode == 2
-    assert "error: rollout.urls: is empty" in result.stderr
+    assert "error: model.path: found 'missing'" in result.stderr
     assert "Traceback" not in result.stderr
     assert not [line for line in result.stderr.splitlines() if line.rpartition("|")[2].strip() in HEAVY]
 
@@ -70,8 +70,9 @@ def test_the_plan_shows_topology_and_batches(data_path, capsys):
     assert rows["micro-batch token budget"] == "20,480"
     assert rows["optimizer steps per iteration"] == "1 of 64 prompts"
     assert rows["total optimizer steps"] == "800"
-    assert "planned only, a run is refused: rollout.urls: is empty" in printed
+    assert "planned only" not in printed
     assert rows["rank 63"] == "node 7 device 7, dp=7 pp=0 cp=1 tp=3"
+    assert rows["engine 63"] == "node 7 device 7"
     assert rows["samples per prompt"] == "16 at temperature 1"
 
 

@@ -9,6 +9,11 @@ import pytest
 from unirl.config.rules import RULES
 from unirl.errors import ConfigError
 
+SPLIT = (
+    *("cluster.layout=split", "num_devices=4", "rollout.num_devices=2"),
+    *("rollout.engine=sglang", "sync.mode=distributed"),
+)
+
 # name of the rule: overrides that break it, the key it is reported under, what the message says
 BROKEN = {
     "devices_hold_whole_models": (
@@ -214,14 +219,14 @@ BROKEN = {
         "found inprocess with num_devices=2: set cluster.mode=ray, or num_devices=1",
     ),
     "split_layout_has_both_sides": (
-        ["cluster.layout=split", "num_devices=4", "rollout.num_devices=4"],
+        [*SPLIT, "rollout.num_devices=4"],
         "rollout.num_devices",
         "found 4, expected 1 to 3 of num_devices=4",
     ),
-    "colocated": (
+    "split_layout_has_servers": (
         ["cluster.layout=split", "num_devices=4", "rollout.num_devices=2"],
         "cluster.layout",
-        "found split; this version runs colocate; --dry-run plans more",
+        "found split with rollout.engine=native, which has no devices of its own; use sglang",
     ),
     "engines_fill_their_devices": (
         ["num_devices=16", "batch_size=16", "rollout.engine=sglang", "rollout.tp=3", "sync.mode=disk"],
@@ -235,11 +240,6 @@ BROKEN = {
         ["rollout.urls=['http://localhost:1']", "rollout.python=python3"],
         "rollout.urls",
         "are not launched with rollout.python",
-    ),
-    "servers_are_launched_on_one_node": (
-        ["sync.mode=disk", "rollout.engine=sglang", "num_devices=16", "batch_size=16"],
-        "rollout.urls",
-        "is empty: this version launches SGLang servers on one machine, and num_devices=16 are on several",
     ),
     "shared_memory_is_of_one_machine": (
         ["sync.mode=tensor", "rollout.engine=sglang", "rollout.urls=['http://10.0.0.1:30000']"],
@@ -299,6 +299,14 @@ def _is_run_only(problem: str) -> bool:
             ["sync.mode=tensor", "rollout.engine=sglang", "num_devices=16", "batch_size=16"],
             "sync.mode: found tensor, but num_devices=16 are on several machines of devices_per_node=8",
         ),
+        (
+            [*SPLIT, "rollout.urls=['http://10.0.0.1:30000']"],
+            "cluster.layout: found split with rollout.urls, whose servers have devices of their own; use colocate",
+        ),
+        (
+            [*SPLIT, "rollout.num_servers=3"],
+            "rollout.tp: found 1: 3 engines of 1 devices do not fit 2; at most 2 do",
+        ),
         (["model.path=missing"], "model.path: found 'missing': no such folder"),
         (["rollout.environment=calculator"], "rollout.max_episode_tokens: is not set: an episode of"),
         (
@@ -335,6 +343,9 @@ def test_other_ways_to_break_a_rule(overrides, problem, small):
         ["reward.scorer=package.module.Scorer"],
         ["stack.micro_batch_tokens=1088"],
         ["rollout.engine=sglang", "sync.mode=disk"],
+        ["rollout.engine=sglang", "sync.mode=distributed", "num_devices=16", "batch_size=16"],
+        [*SPLIT],
+        [*SPLIT, "sync.mode=tensor"],
         ["rollout.engine=sglang", "sync.mode=tensor", "rollout.urls=['http://localhost:30000']"],
         ["rollout.engine=sglang", "sync.mode=distributed", "rollout.release_memory=true"],
         ["rollout.engine=sglang", "sync.mode=disk", "rollout.urls=['http://10.0.0.1:30000','http://[::1]:30000/']"],

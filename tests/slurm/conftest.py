@@ -41,16 +41,22 @@ class Jobs:
         *overrides: str,
         recipe: str = RECIPE,
         ranks: int = 1,
+        servers: int = 0,
         options: tuple[str, ...] = (),
         **environment: str,
     ) -> "Job":
         """The job of `sbatch OPTIONS examples/slurm/TEMPLATE.sbatch RECIPE OVERRIDES`, called in the checkout.
 
-        ranks: processes that train, one on each of the first nodes.
+        ranks, servers: processes that train, and SGLang servers beside them, one on each node of its kind; without
+        servers, the native engine samples.
         """
         run_dir = self._next_run_dir()
-        # The GPUs exist on paper only, so few of them get a rank.
-        size = [f"num_devices={ranks}", "devices_per_node=1", "cluster.layout=colocate", "rollout.num_devices=null"]
+        # The GPUs exist on paper only, so few of them are used.
+        size = [f"num_devices={ranks + servers}", "devices_per_node=1"]
+        if servers:
+            size += [f"rollout.num_devices={servers}", "rollout.max_concurrency=32", "rollout.max_total_tokens=4096"]
+        else:
+            size += ["cluster.layout=colocate", "rollout.num_devices=null"]
         environment = {"UNIRL_PYTHON": sys.executable, "UNIRL_ROOT": str(ROOT)} | environment
         return self._start(
             run_dir,

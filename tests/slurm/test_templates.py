@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rollout.sglang.conftest import sglang_python  # noqa: F401 - fixture
 from tests.slurm.conftest import RECIPE, ROOT, ask_ray
 from tests.slurm.fake_slurm import missing_part, wait_until
 
@@ -75,9 +76,22 @@ def ports_of(job):
     return re.search(r"ports \d+ to \d+", path.read_text()).group()
 
 
-def test_separate_rollout_nodes(jobs):
-    job = jobs.submit("train_ar_separate_rollout", *ENDLESS, options=("--nodes=3",), UNIRL_ROLLOUT_NODES="1")
+@pytest.mark.sglang
+@pytest.mark.timeout(900)
+def test_rollout_nodes_sample_and_the_others_train(jobs, sglang_python):  # noqa: F811
+    job = jobs.submit(
+        "train_ar_separate_rollout",
+        *(*ENDLESS, "sync.mode=distributed", f"rollout.python={sglang_python}"),
+        recipe="ar/arith_drpo_tiny_sglang_cpu",
+        ranks=2,
+        servers=1,
+        options=("--nodes=3",),
+        UNIRL_ROLLOUT_NODES="1",
+    )
     assert roles(job.wait_for_ray(3)) == ["train", "train", "rollout"]
+    job.wait_for_training(600)
+    places = dict(re.findall(r"(rank \d+|engine \d+): .*pid \d+ on ([\d.]+)", job.output))
+    assert places == {"rank 0": "127.0.0.2", "rank 1": "127.0.0.3", "engine 0": "127.0.0.4"}
     jobs.slurm.run("scancel", job.id)
     job.wait()
     job.assert_nothing_is_left()

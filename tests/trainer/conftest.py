@@ -97,10 +97,10 @@ def timeless(metrics: list[dict]) -> list[dict]:
     ]
 
 
-def wait_for_lines(run_dir: Path, count: int, process: subprocess.Popen) -> None:
+def wait_for_lines(run_dir: Path, count: int, process: subprocess.Popen, limit_s: float = 120) -> None:
     """Until metrics.jsonl has `count` lines beyond the first evaluation's."""
     path = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + limit_s
     while not path.exists() or len(path.read_text().splitlines()) < count + 1:
         assert process.poll() is None, "the run ended early"
         assert time.monotonic() < deadline

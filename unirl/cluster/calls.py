@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from unirl.cluster.berth import Berth
 from unirl.cluster.layout import RankGrid
 
 Answers = Literal["first", "reporting", "all"]
@@ -103,6 +104,9 @@ class WorkerGroup(Protocol):
 
         At most two buckets of about `bucket_bytes` are held on the way.
         """
+
+    def berths(self) -> list[Berth]:
+        """Places for the run's servers, in their order, asked for once; none where servers start in this process."""
 
     def close(self) -> None:
         """End the workers; may be called twice."""

@@ -1,30 +1,21 @@
 """The Ray actors of a run's ranks: hired, seated in the order of their devices, watched while they work, replaced."""
 
 import errno
-import ipaddress
-import os
-import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from unirl.cluster.processes import kill_process
+from unirl.cluster.reservation import Reservation
 from unirl.cluster.seat import WATCH, Seat, Seated
 from unirl.errors import UserError
 
 _HIRING_S = 300.0
-"""How long processes may take to come up, and devices to become free."""
+"""How long processes may take to come up."""
 
 
 _HIRING_ATTEMPTS, _HIRING_PAUSE_S = 4, 3.0
@@ -57,7 +48,7 @@ class RankFailed(RuntimeError):
 class Crew:
     """One actor, `worker(bundle, *arguments)`, for each rank, in the order of nodes and devices.
 
-    bundles: how many ranks each node has.
+    reservation: the nodes that have the devices. bundles: how many ranks each of the first nodes has.
     heartbeat_s: a worker that is busy for longer is asked whether it is alive, and has as long to answer.
     check: called at each heartbeat; what it raises ends the wait.
     """
@@ -67,6 +58,7 @@ class Crew:
         worker: type[Seated],
         arguments: tuple[Any, ...],
         *,
+        reservation: Reservation,
         bundles: Sequence[int],
         heartbeat_s: float,
         check: Callable[[], None] = lambda: None,
@@ -75,15 +67,21 @@ class Crew:
         self._actor_class = ray.remote(concurrency_groups={WATCH: 2})(worker)
         self._arguments = arguments
         self._heartbeat_s = heartbeat_s
-        self._nodes = _reserve(bundles)
+        self._reservation = reservation
+        self.bundles = tuple(bundles)
         hired = [self._hire(bundle) for bundle, size in enumerate(bundles) for _ in range(size)]
         seats = _take_seats(dict(enumerate(hired)))
-        order = sorted(range(len(hired)), key=lambda number: _place(seats[number], bundles))
+        order = sorted(range(len(hired)), key=lambda number: (seats[number].bundle, seats[number].device))
         self._actors = [hired[number] for number in order]
         self.seats = [seats[number] for number in order]
 
     def __len__(self) -> int:
         return len(self._actors)
+
+    def devices(self, node: int, positions: Iterable[int]) -> tuple[int, ...]:
+        """Numbers of those devices of a node's ranks that stand at `positions` among them, in ascending order."""
+        taken = sorted(seat.device for seat in self.seats if seat.bundle == node)
+        return tuple(taken[position] for position in positions)
 
     def submit(self, rank: int, method: str, *args: Any) -> ray.ObjectRef:
         """Queue the method on a rank's worker, after what was queued before; the reference of its result."""
@@ -151,7 +149,7 @@ class Crew:
         missing = sorted(ranks)
         self._kill(missing)
         for attempt in range(_HIRING_ATTEMPTS):
-            self._await_nodes()
+            self._await_nodes(missing)
             for rank in missing:
                 self._actors[rank] = self._hire(self.seats[rank].bundle)
             try:
@@ -168,26 +166,15 @@ class Crew:
                     self.seats[rank] = seat
                 return
 
-    def _await_nodes(self) -> None:
-        """Until Ray has moved the bundles of lost nodes to others. Raises UserError where none has room in time."""
-        deadline = time.monotonic() + _HIRING_S
-        while True:
-            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-            table = placement_group_table(self._nodes)
-            if table["state"] == "CREATED" and alive.issuperset(table["bundles_to_node_id"].values()):
-                return
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"a node was lost, and no other had as many free devices within {_HIRING_S:.0f} s; the "
-                    f"{len(alive)} nodes that are left do not hold the run: add one, then continue with resume=auto"
-                )
-            self._check()
-            time.sleep(1)
-
-    def dismiss(self) -> None:
-        """End all workers and give their devices back; with the session they go as well."""
-        self._kill(range(len(self)))
-        remove_placement_group(self._nodes)
+    def _await_nodes(self, ranks: Iterable[int]) -> None:
+        """Until Ray has moved the ranks' nodes to others, where they are lost."""
+        if self._reservation.wait({self.seats[rank].bundle for rank in ranks}, _HIRING_S):
+            return
+        self._check()
+        raise UserError(
+            f"a node was lost, and no other had as many free devices within {_HIRING_S:.0f} s: add one, then continue "
+            "with resume=auto"
+        )
 
     def _explain(self, failures: dict[int, BaseException], futures: dict[int, Future], what: str) -> None:
         """Raise what `failures` mean: a peer that is lost, or an error of the program."""
@@ -212,24 +199,15 @@ class Crew:
         raise RankFailed(what, rank, self.seats[rank], own[rank], failures[rank], waiting)
 
     def _hire(self, bundle: int, **more: Any) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(self._nodes, placement_group_bundle_index=bundle)
-        options = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": strategy, "max_restarts": 0}
+        options = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": self._reservation.on(bundle), "max_restarts": 0}
         return self._actor_class.options(**options, **more).remote(bundle, *self._arguments)
 
     def _kill(self, ranks: Iterable[int]) -> None:
-        here = ray.get_runtime_context().get_node_id()
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         for rank in ranks:
             ray.kill(self._actors[rank], no_restart=True)
-            seat = self.seats[rank]
             # Ray asks the process itself first, which a stopped one does not hear.
-            if seat.node_id == here:
-                _kill_process(seat.pid, seat.started)
-            elif seat.node_id in alive:
-                strategy = NodeAffinitySchedulingStrategy(seat.node_id, soft=True)
-                ray.remote(num_cpus=0)(_kill_process).options(scheduling_strategy=strategy).remote(
-                    seat.pid, seat.started
-                )
+            seat = self.seats[rank]
+            kill_process(seat.node_id, seat.pid, seat.started)
 
 
 def _take_seats(hired: Mapping[int, Any]) -> dict[int, Seat]:
@@ -242,35 +220,6 @@ def _take_seats(hired: Mapping[int, Any]) -> dict[int, Seat]:
     if failed or missing:
         raise WorkersLost("new workers", failed or missing)
     return {rank: future.result() for rank, future in futures.items()}
-
-
-def _reserve(bundles: Sequence[int]) -> PlacementGroup:
-    """So many devices of a node, for each bundle on another node."""
-    strategy = "STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK"
-    nodes = placement_group([{"GPU": size} for size in bundles], strategy=strategy)
-    if nodes.wait(_HIRING_S):
-        return nodes
-    remove_placement_group(nodes)
-    found = ", ".join(f"{node['Resources'].get('GPU', 0):g}" for node in ray.nodes() if node["Alive"])
-    raise UserError(
-        f"num_devices: {len(bundles)} nodes with {bundles[0]} free devices each were not found within "
-        f"{_HIRING_S:.0f} s; the nodes of the cluster have {found} devices. Free them, or change num_devices or "
-        "devices_per_node"
-    )
-
-
-def _place(seat: Seat, bundles: Sequence[int]) -> tuple[int, int, str, int]:
-    """Full nodes before one that the ranks do not fill; nodes by their address as a number, then devices."""
-    return -bundles[seat.bundle], int(ipaddress.ip_address(seat.node_ip)), seat.node_id, seat.device
-
-
-def _kill_process(pid: int, started: float) -> None:
-    """Kill the process, unless the number belongs to another one by now."""
-    try:
-        if abs(psutil.Process(pid).create_time() - started) < 1:
-            os.kill(pid, signal.SIGKILL)
-    except (psutil.NoSuchProcess, ProcessLookupError):
-        pass
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from unirl.cluster.berth import Berth
 from unirl.cluster.calls import Call
 from unirl.cluster.layout import RankGrid
 from unirl.cluster.worker import MakeModels, Worker
@@ -25,6 +26,10 @@ class InProcessGroup:
     def stream(self, model: str, method: str, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WorkerGroup.stream`."""
         return self._worker.iterate(model, method)
+
+    def berths(self) -> list[Berth]:
+        """See `WorkerGroup.berths`."""
+        return []
 
     def close(self) -> None:
         """See `WorkerGroup.close`."""

@@ -1,10 +1,14 @@
 """Which device of which node does what: arithmetic on a layout, before anything starts."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from unirl.cluster.layout import Coordinates, RankGrid
+
+Role = Literal["train", "all", "rollout"]
+"""What a node does."""
 
 
 class PlacementError(ValueError):
@@ -52,16 +56,22 @@ class Placement:
 
 
 def place(
-    grid: RankGrid, *, devices_per_node: int, engine_devices: int = 0, rollout_devices: int | None = None
+    grid: RankGrid,
+    *,
+    devices_per_node: int,
+    engine_devices: int = 0,
+    rollout_devices: int | None = None,
+    num_engines: int | None = None,
 ) -> Placement:
     """Ranks fill the nodes in their order, so that tensor and context groups lie inside a node and replicas across.
 
     engine_devices: devices of one rollout engine; 0: there are none that need any.
     rollout_devices: devices of the engines alone, which follow those of the trainer (split); None: engines share the
     trainer's devices (colocate).
+    num_engines: None: as many as the devices hold.
 
-    Raises PlacementError where a tensor and context group, or an engine, would lie on two nodes, or engines do not
-    fill their devices.
+    Raises PlacementError where a tensor and context group, or an engine, would lie on two nodes, engines do not fill
+    their devices, or there are more engines than devices for them.
     """
     _check_groups(grid, devices_per_node)
     trainers = tuple(
@@ -72,11 +82,36 @@ def place(
     first = 0 if rollout_devices is None else grid.world_size
     count = grid.world_size if rollout_devices is None else rollout_devices
     _check_engines(first, count, engine_devices, devices_per_node)
+    most = count // engine_devices
+    if num_engines is not None and num_engines > most:
+        raise PlacementError(f"{num_engines} engines of {engine_devices} devices do not fit {count}; at most {most} do")
     engines = (
         _engine(number, first + number * engine_devices, engine_devices, devices_per_node)
-        for number in range(count // engine_devices)
+        for number in range(most if num_engines is None else num_engines)
     )
     return Placement(trainers, tuple(engines))
+
+
+def shares_devices(engine: EngineSeat, bundles: Sequence[int]) -> bool:
+    """Whether ranks of the trainer have the devices of the engine, too. bundles: ranks of each node, from its first
+    device on.
+    """
+    return engine.node < len(bundles) and engine.devices[0] < bundles[engine.node]
+
+
+def node_sizes(bundles: Sequence[int], engines: Sequence[EngineSeat]) -> tuple[int, ...]:
+    """Devices of each node that ranks or engines use."""
+    sizes = dict(enumerate(bundles))
+    for seat in engines:
+        sizes[seat.node] = max(sizes.get(seat.node, 0), seat.devices[-1] + 1)
+    return tuple(sizes[node] for node in sorted(sizes))
+
+
+def node_roles(bundles: Sequence[int], engines: Sequence[EngineSeat]) -> tuple[Role, ...]:
+    """What each node does: `all` where engines share the devices of ranks, or nodes with them."""
+    sampling = {seat.node for seat in engines}
+    roles: list[Role] = ["all" if node in sampling or not engines else "train" for node in range(len(bundles))]
+    return (*roles, *["rollout"] * (len(node_sizes(bundles, engines)) - len(bundles)))
 
 
 def _engine(number: int, start: int, size: int, devices_per_node: int) -> EngineSeat:

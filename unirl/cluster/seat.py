@@ -8,23 +8,29 @@ from dataclasses import dataclass
 import psutil
 import ray
 
+from unirl.cluster.network import use_interface_of_node
+
 WATCH = "watch"
 """The concurrency group whose methods answer while a call runs."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a worker runs."""
+    """Where a worker runs. interface: of the network, for collectives. processors: those that it keeps to, in words."""
 
     node_id: str
     node_ip: str
+    interface: str
+    processors: str
     device: int
     bundle: int
     pid: int
     started: float
 
     def __str__(self) -> str:
-        return f"pid {self.pid} on {self.node_ip}, device {self.device}"
+        return (
+            f"pid {self.pid} on {self.node_ip} ({self.interface}), device {self.device}, processors {self.processors}"
+        )
 
 
 class Seated:
@@ -33,6 +39,8 @@ class Seated:
     def __init__(self, bundle: int):
         """bundle: the node, of those of the crew."""
         self._bundle = bundle
+        self._interface = use_interface_of_node()
+        self._processors = "any"
 
     @ray.method(concurrency_group=WATCH)
     def seat(self) -> Seat:
@@ -41,6 +49,8 @@ class Seated:
         return Seat(
             node_id=context.get_node_id(),
             node_ip=ray.util.get_node_ip_address(),
+            interface=self._interface,
+            processors=self._processors,
             device=int(ray.get_gpu_ids()[0]),
             bundle=self._bundle,
             pid=process.pid,

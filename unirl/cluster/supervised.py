@@ -10,12 +10,16 @@ from typing import Any
 import ray
 import torch
 
+from unirl.cluster.berth import Berth
 from unirl.cluster.calls import Call
 from unirl.cluster.crew import Crew, RankFailed, WorkersLost
+from unirl.cluster.hosts import open_berths
 from unirl.cluster.layout import RankGrid
 from unirl.cluster.meeting import MeetingPlace
 from unirl.cluster.memory import StateMemory
+from unirl.cluster.placement import EngineSeat, node_roles, node_sizes
 from unirl.cluster.ray_worker import RayWorker
+from unirl.cluster.reservation import Reservation
 from unirl.cluster.seat import Seated
 from unirl.cluster.session import RaySession
 from unirl.cluster.stall import write_stall_report
@@ -34,7 +38,9 @@ _PASSED_ON = ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "TO
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """As the keys of `cluster.*`; bundles: ranks of each node; report_dir: where stall reports are written."""
+    """As the keys of `cluster.*`; bundles: ranks of each node; report_dir: where stall reports are written; engines:
+    servers that are to have a place in the run.
+    """
 
     address: str | None
     bundles: tuple[int, ...]
@@ -43,6 +49,7 @@ class ClusterOptions:
     max_restarts: int
     object_store_gb: float | None
     report_dir: Path
+    engines: tuple[EngineSeat, ...] = ()
 
 
 class SupervisedGroup:
@@ -70,14 +77,16 @@ class SupervisedGroup:
         self._restarts = 0
         self._is_out_of_step = False
         """Whether a rank has failed while others went on: their collectives no longer meet."""
+        sizes = node_sizes(options.bundles, options.engines)
         self._session: RaySession | None = RaySession(
-            options.address, num_devices=grid.world_size, object_store_gb=options.object_store_gb
+            options.address, num_devices=sum(sizes), object_store_gb=options.object_store_gb
         )
         try:
-            environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+            self._reservation = Reservation(sizes, node_roles(options.bundles, options.engines))
             self._crew = crew(
                 worker,
-                (make_models, os.getcwd(), environment),
+                (make_models, *_driver()),
+                reservation=self._reservation,
                 bundles=options.bundles,
                 heartbeat_s=options.heartbeat_s,
                 check=partial(self._session.check_head, _HEAD_HEARTBEATS * options.heartbeat_s),
@@ -109,6 +118,13 @@ class SupervisedGroup:
             tensors, has_more = self._supervised(lambda bucket=bucket: self._next_bucket(bucket))
             yield from tensors
             index += 1
+
+    def berths(self) -> list[Berth]:
+        """See `WorkerGroup.berths`."""
+        berths = open_berths(self._options.engines, self._crew, self._reservation, _driver())
+        for number, berth in enumerate(berths):
+            self._say(f"engine {number}: {berth}")
+        return berths
 
     def close(self) -> None:
         """See `WorkerGroup.close`."""
@@ -199,3 +215,8 @@ class SupervisedGroup:
                 self._gather(queued, f"{model}.restore")
             for call in calls:
                 self._attempt(call)
+
+
+def _driver() -> tuple[str, dict[str, str]]:
+    """Directory and environment of this process, for those that it has started elsewhere."""
+    return os.getcwd(), {name: os.environ[name] for name in _PASSED_ON if name in os.environ}

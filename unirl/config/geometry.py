@@ -68,13 +68,14 @@ def trainer_devices(config: TrainConfig) -> int:
 
 def placement(config: TrainConfig) -> Placement:
     """Ranks and SGLang servers on nodes and devices. Raises PlacementError where they do not fit."""
-    parallel = config.parallel
+    parallel, rollout = config.parallel, config.rollout
     dp = trainer_devices(config) // model_devices(config)
     return place(
         RankGrid(tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, dp=dp),
         devices_per_node=config.devices_per_node,
-        engine_devices=config.rollout.tp if config.rollout.engine == "sglang" and runs_on_ray(config) else 0,
-        rollout_devices=config.rollout.num_devices if config.cluster.layout == "split" else None,
+        engine_devices=rollout.tp if rollout.engine == "sglang" and runs_on_ray(config) and not rollout.urls else 0,
+        num_engines=rollout.num_servers,
+        rollout_devices=rollout.num_devices if config.cluster.layout == "split" else None,
     )
 
 
@@ -82,6 +83,15 @@ def runs_on_ray(config: TrainConfig) -> bool:
     """Whether the models live in processes of their own."""
     mode = config.cluster.mode
     return mode == "ray" or (mode == "auto" and config.num_devices > 1)
+
+
+def releases_memory(config: TrainConfig) -> bool:
+    """Whether servers give back their memory while the trainer computes."""
+    rollout = config.rollout
+    if rollout.release_memory is not None:
+        return rollout.release_memory
+    is_shared = config.cluster.layout == "colocate" and runs_on_ray(config)
+    return is_shared and rollout.engine == "sglang" and not rollout.urls
 
 
 def longest_sample(config: TrainConfig) -> int:

@@ -88,9 +88,11 @@ class RolloutConfig:
     urls: list[str] = key(
         factory=list,
         doc="SGLang servers that run already, e.g. http://host:30000; their API key is taken from "
-        "$UNIRL_SGLANG_API_KEY. Empty: servers are launched here.",
+        "$UNIRL_SGLANG_API_KEY. Empty: servers are launched, on the devices of the run.",
     )
-    num_servers: int = key(1, "SGLang servers to launch.", ge=1)
+    num_servers: int | None = key(
+        None, "SGLang servers to launch; null: as many as the devices that sample hold; without Ray, one.", ge=1
+    )
     tp: int = key(1, "GPUs of a SGLang server.", ge=1)
     device: str = key(
         "auto", "Where SGLang servers run; auto: on CUDA where there is any.", choices=["auto", "cpu", "cuda"]
@@ -105,10 +107,10 @@ class RolloutConfig:
     deterministic: bool = key(
         True, "Samples of SGLang servers depend on their seeds alone; on CUDA that costs throughput."
     )
-    release_memory: bool = key(
-        False,
+    release_memory: bool | None = key(
+        None,
         "SGLang servers release the memory of weights and cache while the trainer computes (cluster.layout colocate); "
-        "servers of rollout.urls need --enable-memory-saver.",
+        "servers of rollout.urls need --enable-memory-saver. null: where a run on Ray launches them.",
     )
     server_args: dict[str, Any] = key(
         factory=dict, doc="Further options of SGLang servers, e.g. {chunked_prefill_size: 8192}."

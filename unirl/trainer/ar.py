@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from unirl.algorithms import make_algorithm
 from unirl.cluster.models import TrainedProxy
+from unirl.config.geometry import releases_memory
 from unirl.config.schema import TrainConfig
 from unirl.errors import UserError
 from unirl.observe.console import RunDisplay
@@ -79,7 +80,7 @@ class ARTrainer:
             models = make_models(config, self.display.message)
             resources.callback(models.workers.close)
             self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
-            self.engine = make_engine(config)
+            self.engine = make_engine(config, models.workers)
             resources.callback(self.engine.close)
             self.collector = Collector(config, data, self.engine, self.reward, group_filter)
             self._resources = resources.pop_all()
@@ -117,7 +118,7 @@ class ARTrainer:
         config, iteration, started = self.config, self.state.iteration, time.perf_counter()
         with self.stop.abandonable():
             batch = self.collector.collect(iteration, self.state.next_sample_id, self.display)
-            if config.rollout.release_memory:
+            if releases_memory(config):
                 self.engine.release_memory()  # until the sync takes it again
             with self.display.phase("reference") as reference:
                 part = self._with_reference(batch.part)

@@ -72,10 +72,13 @@ def load_data(config: TrainConfig, say: Callable[[str], None]) -> Data:
     )
 
 
-def make_engine(config: TrainConfig) -> RolloutEngine:
-    """The engine of `rollout.engine`. Raises UserError where it does not start."""
+def make_engine(config: TrainConfig, workers: WorkerGroup | None = None) -> RolloutEngine:
+    """The engine of `rollout.engine`, on the devices of the run, or on this machine where there are no workers.
+
+    Raises UserError where it does not start.
+    """
     if config.rollout.engine == "sglang":
-        return make_sglang_engine(config)
+        return make_sglang_engine(config, workers.berths() if workers is not None else ())
     return NativeRolloutEngine(config.model.path, max_batch_size=config.rollout.max_batch_size)
 
 
@@ -157,15 +160,16 @@ def _make_supervised(
             f"num_devices={config.num_devices}, cluster.mode={config.cluster.mode}: runs of several processes need "
             "Ray; install unirl-megatron[cluster]"
         ) from error
-    geometry, cluster = Geometry.of(config), config.cluster
+    geometry, cluster, placed = Geometry.of(config), config.cluster, placement(config)
     options = ClusterOptions(
         address=cluster.address,
-        bundles=placement(config).trainer_bundles,
+        bundles=placed.trainer_bundles,
         timeout_s=cluster.timeout_s,
         heartbeat_s=cluster.heartbeat_s,
         max_restarts=cluster.max_restarts,
         object_store_gb=cluster.object_store_gb,
         report_dir=Path(config.run_dir),
+        engines=placed.engines,
     )
     grid = RankGrid(tp=geometry.tp, pp=geometry.pp, cp=geometry.cp, dp=geometry.dp)
     return SupervisedGroup(host, grid, options, say)

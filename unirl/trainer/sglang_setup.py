@@ -1,32 +1,62 @@
 """Makes the SGLang engine of a run from its config."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from unirl.cluster.berth import Berth, HostLostError
+from unirl.config.geometry import releases_memory
 from unirl.config.schema import TrainConfig
 from unirl.errors import UserError
 from unirl.rollout.sglang import (
     API_KEY_VARIABLE,
     EngineOptions,
     FleetLimits,
+    Launcher,
+    RunningServer,
+    ServerLostError,
     ServerOptions,
     SGLangRolloutEngine,
     WeightTransfer,
     find_python,
     per_server,
+    start_on_node,
 )
 from unirl.sync import DiskTransfer, DistributedTransfer, TensorTransfer
 from unirl.train.megatron.hf_folder import resolve_folder
 
 
-def make_sglang_engine(config: TrainConfig) -> SGLangRolloutEngine:
-    """Launch the servers of the section `rollout`, or attach to those of `rollout.urls`."""
+@dataclass(frozen=True)
+class BerthLauncher:
+    """Launches a server on the devices of the run that are its own; a `Launcher`."""
+
+    berth: Berth
+    options: ServerOptions
+
+    def launch(self) -> RunningServer:
+        """See `Launcher.launch`."""
+        try:
+            return self.berth.launch(partial(start_on_node, self.options))
+        except HostLostError as error:
+            raise ServerLostError(str(error)) from error
+
+    def __str__(self) -> str:
+        return f"of {self.options.log_path}"
+
+
+def make_sglang_engine(config: TrainConfig, berths: Sequence[Berth] = ()) -> SGLangRolloutEngine:
+    """Launch the servers of the section `rollout`, or attach to those of `rollout.urls`.
+
+    berths: where each server is launched; none: on this machine.
+    """
     rollout, folder = config.rollout, resolve_folder(config.model.path)
     return SGLangRolloutEngine(
         folder,
-        rollout.urls or per_server(_server_options(config, folder), rollout.num_servers),
+        rollout.urls or _sources(config, folder, berths),
         _make_transfer(config),
         limits=FleetLimits(
             max_concurrency=rollout.max_concurrency,
@@ -46,23 +76,32 @@ def make_sglang_engine(config: TrainConfig) -> SGLangRolloutEngine:
     )
 
 
-def _server_options(config: TrainConfig, folder: Path) -> ServerOptions:
+def _sources(config: TrainConfig, folder: Path, berths: Sequence[Berth]) -> list[ServerOptions | Launcher]:
     rollout, has_cuda = config.rollout, torch.cuda.is_available()
     device = rollout.device if rollout.device != "auto" else "cuda" if has_cuda else "cpu"
-    num_gpus = rollout.num_servers * rollout.tp if device == "cuda" else 0
+    if berths:
+        options = per_server(_server_options(config, folder, device, gpus=()), len(berths))
+        return [BerthLauncher(*pair) for pair in zip(berths, options, strict=True)]
+    count = rollout.num_servers or 1
+    num_gpus = count * rollout.tp if device == "cuda" else 0
     if num_gpus > torch.cuda.device_count():
         raise UserError(
-            f"rollout.num_servers={rollout.num_servers} servers of rollout.tp={rollout.tp} GPUs need {num_gpus}, and "
+            f"rollout.num_servers={count} servers of rollout.tp={rollout.tp} GPUs need {num_gpus}, and "
             f"this machine has {torch.cuda.device_count()}: lower one of them, or set rollout.device=cpu"
         )
+    return per_server(_server_options(config, folder, device, gpus=tuple(range(num_gpus))), count)
+
+
+def _server_options(config: TrainConfig, folder: Path, device: str, gpus: tuple[int, ...]) -> ServerOptions:
+    rollout = config.rollout
     return ServerOptions(
         python=find_python(rollout.python),
         model_path=str(folder.absolute()),
         dtype=config.model.dtype,
-        log_path=Path(config.run_dir) / "logs" / "sglang.log",
+        log_path=Path(config.run_dir).absolute() / "logs" / "sglang.log",
         device=device,
         tp=rollout.tp,
-        gpus=tuple(range(num_gpus)),
+        gpus=gpus,
         max_running=rollout.max_concurrency,
         mem_fraction=rollout.mem_fraction,
         max_total_tokens=rollout.max_total_tokens,
@@ -70,7 +109,7 @@ def _server_options(config: TrainConfig, folder: Path) -> ServerOptions:
         deterministic=rollout.deterministic,
         trust_remote_code=config.model.trust_remote_code,
         health_timeout_s=rollout.health_timeout_s,
-        release_memory=rollout.release_memory,
+        release_memory=releases_memory(config),
         arguments=rollout.server_args,
     )
 

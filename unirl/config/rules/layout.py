@@ -100,9 +100,14 @@ def sequence_parallel_needs_tp(config: TrainConfig) -> str | None:
     return "shards activations over tensor-parallel ranks, and parallel.tp=1 has none; set it to false, or tp > 1"
 
 
-@rule("rollout.tp", "rollout.engine", "cluster.mode", "num_devices", "devices_per_node", *_SIZES)
+@rule(
+    *("rollout.tp", "rollout.num_servers", "rollout.engine", "rollout.urls", "cluster.mode"),
+    *("num_devices", "devices_per_node", *_SIZES),
+)
 def engines_fill_their_devices(config: TrainConfig) -> str | None:
-    """On Ray SGLang servers of rollout.tp devices fill those that sample, and none of them is on two nodes."""
+    """On Ray SGLang servers of rollout.tp devices fill those that sample, and none of them is on two nodes; there are
+    at most rollout.num_servers.
+    """
     group = config.parallel.tp * config.parallel.cp
     crosses = config.num_devices > config.devices_per_node and config.devices_per_node % group
     if crosses or trainer_devices(config) % model_devices(config):

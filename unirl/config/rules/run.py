@@ -1,7 +1,8 @@
-"""The folder of a run, and what this version runs. A config beyond it is planned by --dry-run and refused by a run."""
+"""The folder of a run, its processes and devices."""
 
 import re
 
+from unirl.config.geometry import runs_on_ray
 from unirl.config.rules.rule import rule
 from unirl.config.schema import TrainConfig
 
@@ -29,17 +30,6 @@ def address_is_given_in_full(config: TrainConfig) -> str | None:
     return f"found {address!r}, expected host:port as `ray start --head` prints it, or null"
 
 
-@rule("rollout.urls", "rollout.engine", "num_devices", "devices_per_node", run_only=True)
-def servers_are_launched_on_one_node(config: TrainConfig) -> str | None:
-    """This version launches SGLang servers on one machine; for runs on several, rollout.urls names running ones."""
-    if config.rollout.engine != "sglang" or config.rollout.urls or config.num_devices <= config.devices_per_node:
-        return None
-    return (
-        f"is empty: this version launches SGLang servers on one machine, and num_devices={config.num_devices} are on "
-        "several; name servers that run already; --dry-run plans more"
-    )
-
-
 @rule("rollout.num_devices", "cluster.layout", "num_devices")
 def split_layout_has_both_sides(config: TrainConfig) -> str | None:
     """rollout.num_devices is given with cluster.layout=split, below num_devices, and only then."""
@@ -51,8 +41,14 @@ def split_layout_has_both_sides(config: TrainConfig) -> str | None:
     return f"found {sampling}, expected 1 to {config.num_devices - 1} of num_devices={config.num_devices}"
 
 
-@rule("cluster.layout", run_only=True)
-def colocated(config: TrainConfig) -> str | None:
-    """This version runs cluster.layout=colocate."""
-    layout = config.cluster.layout
-    return None if layout == "colocate" else f"found {layout}; this version runs colocate; --dry-run plans more"
+@rule("cluster.layout", "rollout.engine", "rollout.urls", "cluster.mode", "num_devices")
+def split_layout_has_servers(config: TrainConfig) -> str | None:
+    """cluster.layout=split is for SGLang servers that a run on Ray launches: not the native engine, no rollout.urls."""
+    rollout = config.rollout
+    if config.cluster.layout == "colocate" or (rollout.engine == "sglang" and not rollout.urls and runs_on_ray(config)):
+        return None
+    if rollout.engine != "sglang":
+        return f"found split with rollout.engine={rollout.engine}, which has no devices of its own; use sglang"
+    if rollout.urls:
+        return "found split with rollout.urls, whose servers have devices of their own; use colocate"
+    return f"found split with cluster.mode={config.cluster.mode}, which launches servers on this machine; use ray"

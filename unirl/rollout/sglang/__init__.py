@@ -7,7 +7,8 @@ from unirl.rollout.sglang.engine import EngineOptions, SGLangRolloutEngine
 from unirl.rollout.sglang.fleet import FleetLimits
 from unirl.rollout.sglang.guard import API_KEY_VARIABLE
 from unirl.rollout.sglang.launch import ServerOptions, find_python
-from unirl.rollout.sglang.server import Server, per_server
+from unirl.rollout.sglang.process import start_on_node
+from unirl.rollout.sglang.server import Launcher, RunningServer, Server, per_server
 from unirl.rollout.sglang.transfer import Update, WeightSyncError, WeightTransfer
 
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "ChecksumCollector",
     "EngineOptions",
     "FleetLimits",
+    "Launcher",
     "RequestRefusedError",
+    "RunningServer",
     "SGLangClient",
     "SGLangRolloutEngine",
     "Server",
@@ -27,4 +30,5 @@ __all__ = [
     "WeightTransfer",
     "find_python",
     "per_server",
+    "start_on_node",
 ]

@@ -16,11 +16,10 @@ from unirl.rollout.sglang.background import BackgroundLoop
 from unirl.rollout.sglang.client import RequestRefusedError, ServerLostError
 from unirl.rollout.sglang.control import PauseMode, ServerControl
 from unirl.rollout.sglang.fleet import Fleet, FleetLimits
-from unirl.rollout.sglang.launch import ServerOptions
 from unirl.rollout.sglang.model import ModelFacts
 from unirl.rollout.sglang.publisher import Publisher
 from unirl.rollout.sglang.sample import Room, Sample
-from unirl.rollout.sglang.server import Server
+from unirl.rollout.sglang.server import Server, Source
 from unirl.rollout.sglang.transfer import WeightSyncError, WeightTransfer
 from unirl.rollout.weights import LocalWeights, WeightSource
 from unirl.types import Completion, GenerationRequest
@@ -60,7 +59,7 @@ class SGLangRolloutEngine:
     def __init__(
         self,
         model_path: str | Path,
-        servers: Sequence[ServerOptions | str],
+        servers: Sequence[Source],
         transfer: WeightTransfer,
         *,
         limits: FleetLimits | None = None,
@@ -97,7 +96,7 @@ class SGLangRolloutEngine:
             checksum_timeout_s=self._options.checksum_timeout_s,
         )
 
-    async def _start(self, servers: Sequence[ServerOptions | str], limits: FleetLimits, api_key: str | None) -> Fleet:
+    async def _start(self, servers: Sequence[Source], limits: FleetLimits, api_key: str | None) -> Fleet:
         fleet = Fleet([Server(source, api_key=api_key) for source in servers], limits)
         try:
             await fleet.start()

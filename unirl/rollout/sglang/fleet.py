@@ -194,7 +194,7 @@ class Fleet:
 
     async def _problem(self, server: Server) -> str | None:
         try:
-            server.check_process()
+            await server.check_process()
             if not self.quiet:
                 await server.control.health(self.limits.health_timeout_s)
         except (ServerLostError, RequestRefusedError) as error:

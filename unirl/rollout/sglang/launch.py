@@ -24,6 +24,7 @@ class ServerOptions:
     """What one server is started with.
 
     python: interpreter of an environment that has SGLang.
+    host: address of its machine that it listens on, and on no other.
     gpus: devices of the node that the server may use, one for each TP rank; empty on CPU.
     max_running: samples decoded at once. mem_fraction: share of the device's memory for weights and cache.
     max_total_tokens: of the cache.
@@ -36,6 +37,7 @@ class ServerOptions:
     model_path: str
     dtype: str
     log_path: Path
+    host: str = "127.0.0.1"
     device: str = "cpu"
     tp: int = 1
     gpus: tuple[int, ...] = ()
@@ -70,7 +72,7 @@ def command_line(options: ServerOptions, port: int, key_file: Path) -> list[str]
     """The server's command; its API key stands in `key_file` (`api-key: ...`), never in the command."""
     arguments: dict[str, Any] = {
         "model_path": options.model_path,
-        "host": "127.0.0.1",
+        "host": options.host,
         "port": port,
         "device": options.device,
         "tp_size": options.tp,
@@ -115,7 +117,7 @@ def environment(options: ServerOptions) -> dict[str, str]:
     """Environment variables of the server."""
     env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     bypass = [value for name in ("no_proxy", "NO_PROXY") if (value := os.environ.get(name))]
-    env["no_proxy"] = env["NO_PROXY"] = ",".join([*bypass, "127.0.0.1", "localhost"])
+    env["no_proxy"] = env["NO_PROXY"] = ",".join([*bypass, options.host, "127.0.0.1", "localhost"])
     # Ours is the limit that counts.
     env["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(int(options.health_timeout_s) + 5)
     if Path(options.model_path).is_dir():

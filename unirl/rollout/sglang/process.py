@@ -10,6 +10,7 @@ import sys
 import tempfile
 import weakref
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -26,12 +27,14 @@ _living: "weakref.WeakSet[ServerProcess]" = weakref.WeakSet()
 class ServerProcess:
     """A server and its guard, in a session of their own; both end with this process, even if that is killed.
 
-    url, api_key: where it answers once it is ready, and the key that it asks for, new for every process.
+    url, api_key: where it answers once it is ready, and the key that it asks for, new for every process. gpus: as of
+    the options.
     """
 
     def __init__(self, options: ServerOptions):
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        port = _free_port(options.host)
+        self.url = f"http://{options.host}:{port}"
+        self.gpus = options.gpus
         self.api_key = secrets.token_urlsafe(32)
         self._log_path = options.log_path
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,10 +104,15 @@ def _family(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _free_port() -> int:
+def start_on_node(options: ServerOptions, host: str, devices: tuple[int, ...]) -> ServerProcess:
+    """Start a server on the machine of this process: it listens on `host` and, on CUDA, has `devices`."""
+    return ServerProcess(replace(options, host=host, gpus=devices if options.device == "cuda" else ()))
+
+
+def _free_port(host: str) -> int:
     """A port that was free a moment ago: a server that finds it taken ends, and its restart takes another."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return probe.getsockname()[1]
 
 

@@ -136,7 +136,7 @@ class Publisher:
         if isinstance(outcome, ServerLostError):
             return self._fleet.report_lost(server)
         if outcome is not None:
-            raise WeightSyncError(f"{server} refused the weights: {outcome}{server.log_tail()}") from outcome
+            raise WeightSyncError(f"{server} refused the weights: {outcome}{await server.log_tail()}") from outcome
         try:
             await self._verify(server, self._sums)
         except ServerLostError:

@@ -1,9 +1,10 @@
-"""One server over its lives: launched here and restarted as needed, or attached to where it already runs."""
+"""One server over its lives: launched and restarted as needed, or attached to where it already runs."""
 
 import asyncio
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Protocol
 
 from unirl.rollout.sglang.client import RequestRefusedError, ServerLostError, SGLangClient
 from unirl.rollout.sglang.control import ServerControl, ServerInfo
@@ -21,6 +22,55 @@ class ServerState(Enum):
     """Will not come back."""
 
 
+class RunningServer(Protocol):
+    """The processes of a server, as `ServerProcess` has them on this machine; they may be on another one.
+
+    gpus: devices of this machine that it was launched on; none on another.
+    """
+
+    url: str
+    api_key: str
+    gpus: tuple[int, ...]
+
+    @property
+    def pid(self) -> int:
+        """Head of its process tree."""
+
+    def is_running(self) -> bool:
+        """Known at once."""
+
+    def log_tail(self) -> str:
+        """The last lines of its log. May take a few seconds."""
+
+    def kill(self) -> None:
+        """End it; returns when it is gone. May be called twice."""
+
+
+class Launcher(Protocol):
+    """Starts the processes of a server, anew for each of its lives."""
+
+    def launch(self) -> RunningServer:
+        """Raises ServerLostError where there is no machine to start it on."""
+
+
+@dataclass(frozen=True)
+class LocalLauncher:
+    """Starts them on this machine."""
+
+    options: ServerOptions
+
+    def launch(self) -> RunningServer:
+        """See `Launcher.launch`."""
+        return ServerProcess(self.options)
+
+    def __str__(self) -> str:
+        return f"of {self.options.log_path}"
+
+
+Source = ServerOptions | Launcher | str
+"""How a server is launched, on this machine or by way of a launcher; or the URL of one that runs."""
+
+
 class Server:
     """A server that samples can be sent to while it is UP.
 
@@ -29,11 +79,12 @@ class Server:
     suspected: set by whoever finds it silent or gone, for the supervisor to look at.
     """
 
-    def __init__(self, source: ServerOptions | str, *, api_key: str | None = None):
-        """source: how to launch it, or the URL of one that runs; `api_key` is the key of the latter."""
-        self._source = source
+    def __init__(self, source: Source, *, api_key: str | None = None):
+        """`api_key` is the key of one that runs already."""
+        self._source = LocalLauncher(source) if isinstance(source, ServerOptions) else source
         self._api_key = api_key
-        self._process: ServerProcess | None = None
+        self._process: RunningServer | None = None
+        self._last_url: str | None = None
         self._control: ServerControl | None = None
         self.info: ServerInfo | None = None
         self.state = ServerState.DOWN
@@ -52,18 +103,14 @@ class Server:
         return self._control
 
     @property
-    def is_launched_here(self) -> bool:
-        return isinstance(self._source, ServerOptions)
-
-    @property
     def pid(self) -> int | None:
-        """Head of its process tree where it was launched here."""
+        """Head of its process tree where it was launched."""
         return self._process.pid if self._process else None
 
     @property
     def gpus(self) -> tuple[int, ...]:
         """Devices of this machine that it was launched on; none where that is not known."""
-        return self._source.gpus if self.is_launched_here else ()
+        return self._process.gpus if self._process else ()
 
     @property
     def endpoint(self) -> tuple[str, str | None]:
@@ -71,7 +118,7 @@ class Server:
         return (self._process.url, self._process.api_key) if self._process else (self._source, self._api_key)
 
     def __str__(self) -> str:
-        return f"server {self._process.url if self._process else self._source}"
+        return f"server {self._last_url or self._source}"
 
     def heard(self) -> None:
         """Note that it has just answered."""
@@ -79,8 +126,9 @@ class Server:
 
     async def start(self, limit_s: float) -> None:
         """Launch or attach and wait until it answers. Raises ServerLostError, with the end of its log."""
-        if self.is_launched_here:
-            self._process = await asyncio.to_thread(ServerProcess, self._source)
+        if not isinstance(self._source, str):
+            self._process = await asyncio.to_thread(self._source.launch)
+            self._last_url = self._process.url
         self._control = ServerControl(SGLangClient(*self.endpoint))
         try:
             await self._wait_ready(limit_s)
@@ -95,19 +143,19 @@ class Server:
             try:
                 return await self._control.health(max(_POLL_S, deadline - time.monotonic()))
             except ServerLostError as error:
-                self.check_process()
+                await self.check_process()
                 if time.monotonic() > deadline:
-                    raise ServerLostError(f"not ready after {limit_s:g} s: {error}{self.log_tail()}") from error
+                    raise ServerLostError(f"not ready after {limit_s:g} s: {error}{await self.log_tail()}") from error
             await asyncio.sleep(_POLL_S)
 
-    def check_process(self) -> None:
+    async def check_process(self) -> None:
         """Raises ServerLostError, with the end of its log, where its process has ended."""
         if self._process is not None and not self._process.is_running():
-            raise ServerLostError(f"{self}: its process has ended{self.log_tail()}")
+            raise ServerLostError(f"{self}: its process has ended{await self.log_tail()}")
 
-    def log_tail(self) -> str:
-        """The end of its log as further lines of a message; nothing where it was not launched here."""
-        return f"; {self._process.log_tail()}" if self._process else ""
+    async def log_tail(self) -> str:
+        """The end of its log as further lines of a message; nothing where it was not launched."""
+        return f"; {await asyncio.to_thread(self._process.log_tail)}" if self._process else ""
 
     async def stop(self) -> None:
         """End its present life: connections are broken off, its processes killed and gone. May be called twice."""
