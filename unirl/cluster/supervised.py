@@ -89,7 +89,7 @@ class SupervisedGroup:
                 reservation=self._reservation,
                 bundles=options.bundles,
                 heartbeat_s=options.heartbeat_s,
-                check=partial(self._session.check_head, _HEAD_HEARTBEATS * options.heartbeat_s),
+                check=partial(self._session.check, _HEAD_HEARTBEATS * options.heartbeat_s),
             )
             self._say_seats(range(grid.world_size))
             self._memory = StateMemory(self._crew, grid)
@@ -103,6 +103,7 @@ class SupervisedGroup:
 
     def run(self, call: Call) -> list[Any]:
         """See `WorkerGroup.run`."""
+        self._session.check_node()
         if call.shares is not None:  # put once; every rank of a data-parallel index fetches the same object
             call = replace(call, shares=tuple(ray.put(share) for share in call.shares))
         results = self._supervised(lambda: self._attempt(call), call.before_retry)
@@ -114,6 +115,7 @@ class SupervisedGroup:
         """See `WorkerGroup.stream`."""
         index, has_more = 0, True
         while has_more:
+            self._session.check_node()
             bucket = Bucket(model, method, index, bucket_bytes)
             tensors, has_more = self._supervised(lambda bucket=bucket: self._next_bucket(bucket))
             yield from tensors
