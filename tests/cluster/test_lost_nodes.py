@@ -81,7 +81,7 @@ def test_a_rank_of_a_lost_node_moves_to_a_spare_one_while_there_is_one(cluster, 
 
         monkeypatch.setattr(crew, "_HIRING_S", 5.0)
         run.faults.plan("optimizer", 1, "node")
-        with pytest.raises(UserError, match=r"no other had as many free devices within 5 s; .* resume=auto"):
+        with pytest.raises(UserError, match=r"no other had as many free devices within 5 s: .* resume=auto"):
             run.train()
     finally:
         run.group.close()
