@@ -2,19 +2,28 @@
 
     python -m benchmarks.sync --json=benchmarks/results/sync_cpu.json
 
-A random model of about 1 GB (Qwen3 architecture, float32) goes to a server on CPU by every `sync.mode`. Beside them, a
-copy of the same tensors within the process, in the same rounds (the measure of `tensor`), and a gloo broadcast of the
-same buckets to a process that does nothing with them, before and after (the measure of `distributed`). Medians over
-rounds; a ratio is that of the two medians. $UNIRL_SGLANG_PYTHON names the interpreter of the server, as in a run.
+A random model of about 1 GB (Qwen3 architecture, float32) goes to a server on CPU by every `sync.mode`. Beside them:
+
+- memcpy: a copy of the same tensors within the process, in the same rounds (the measure of `tensor`)
+- copies: two such copies at the same time, by two threads; no way through shared memory is faster, since the trainer
+  writes every byte there and the server reads it
+- served: the requests of `tensor` about buffers that nobody fills, so what the server takes for itself
+- gloo: a broadcast of the same buckets to a process that does nothing with them, before and after (the measure of
+  `distributed`)
+
+Medians over rounds; a ratio is that of the two medians. $UNIRL_SGLANG_PYTHON names the interpreter of the server, as in
+a run.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -26,6 +35,9 @@ from unirl.cluster.spawn import run_ranks
 from unirl.rollout.sglang import EngineOptions, FleetLimits, ServerOptions, SGLangRolloutEngine, find_python
 from unirl.rollout.weights import LocalWeights
 from unirl.sync import DiskTransfer, DistributedTransfer, TensorTransfer
+from unirl.sync.buckets import NUM_BUFFERS, Buffers, Packer
+from unirl.sync.payload import tensor_payload
+from unirl.sync.shared_memory import allocate_shared, release_shared
 
 TARGETS = {"tensor": ("memcpy", 0.5), "distributed": ("gloo", 0.7)}
 """Mode -> what it is measured by, and the share of its throughput that is asked for."""
@@ -62,6 +74,44 @@ def memcpy(weights: list[tuple[str, torch.Tensor]]) -> Callable[[], None]:
             target.copy_(tensor)
 
     return copy
+
+
+def two_copies(weights: list[tuple[str, torch.Tensor]]) -> Callable[[], None]:
+    """Two copies of every weight at the same time."""
+    copies, threads = [memcpy(weights), memcpy(weights)], ThreadPoolExecutor(2)
+    return lambda: list(threads.map(lambda copy: copy(), copies))
+
+
+class Requests:
+    """Those of a sync by tensor, whose buffers are left as they are."""
+
+    def __init__(self, engine: SGLangRolloutEngine, weights: list[tuple[str, torch.Tensor]], bucket_bytes: int):
+        self._engine = engine
+        self._buffers = Buffers(allocate_shared, release_shared)
+        packer = Packer(iter(weights), bucket_bytes, self._buffers)
+        self._buckets = []
+        while packer.has_more:
+            self._buckets.append(packer.pack())
+
+    def send(self) -> None:
+        self._engine.run(self._send())
+
+    async def _send(self) -> None:
+        [control] = self._engine.controls
+        await control.pause("retract")
+        await control.begin_weight_update()
+        places = asyncio.Semaphore(NUM_BUFFERS)
+        await asyncio.gather(*(self._post(control, bucket, places) for bucket in self._buckets))
+        await control.end_weight_update(timeout_s=600)
+        await control.resume()
+
+    async def _post(self, control, bucket, places: asyncio.Semaphore) -> None:
+        async with places:
+            payload = {"serialized_named_tensors": [tensor_payload(bucket)], "load_format": "flattened_bucket"}
+            await control.update_weights("tensor", {**payload, "flush_cache": bucket.is_last}, timeout_s=600)
+
+    def close(self) -> None:
+        self._buffers.clear()
 
 
 def broadcast_rank(num_bytes: int, bucket_bytes: int, rounds: int) -> list[float]:
@@ -107,21 +157,25 @@ def run_rounds(folder: Path, weights: list, transfers: dict, rounds: int, sizes:
         arguments={"max_total_tokens": 512},
     )
     common = {"limits": FleetLimits(start_timeout_s=1200), "options": EngineOptions(checksum_every=0)}
-    seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", "gloo", *transfers)}
+    seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", "copies", "gloo", "served", *transfers)}
     engines = {"disk": SGLangRolloutEngine(folder / "model", [options], transfers["disk"], **common)}
     try:
         [(url, key)] = engines["disk"].endpoints
         for name in ("tensor", "distributed"):
             engines[name] = SGLangRolloutEngine(folder / "model", [url], transfers[name], api_key=key, **common)
-        source, copy = LocalWeights(lambda: weights), memcpy(weights)
+        source = LocalWeights(lambda: weights)
+        requests = Requests(engines["tensor"], weights, sizes[1])
+        ways = {"memcpy": memcpy(weights), "copies": two_copies(weights), "served": requests.send}
+        ways |= {name: publish(engine, source) for name, engine in engines.items()}
         seconds["gloo"] += run_ranks(broadcast_rank, 2, *sizes, rounds // 2, timeout_s=600)[0]
         for round_number in range(rounds + 1):
-            for name, act in {"memcpy": copy, **{n: publish(e, source) for n, e in engines.items()}}.items():
+            for name, act in ways.items():
                 started = time.perf_counter()
                 act()
                 if round_number:  # the first one sets up
                     seconds[name].append(time.perf_counter() - started)
             print({name: round(found[-1], 2) for name, found in seconds.items() if found}, flush=True)
+        requests.close()
         seconds["gloo"] += run_ranks(broadcast_rank, 2, *sizes, rounds - rounds // 2, timeout_s=600)[0]
     finally:
         for engine in reversed(engines.values()):

@@ -1,11 +1,14 @@
 """`python -m unirl.audit rollout` with the native engine; that with SGLang is with the tests of its server."""
 
-from tests.trainer.conftest import recipe_dir  # noqa: F401  (fixture)
+import pytest
+
+from tests.trainer.conftest import REPLAY, recipe_dir  # noqa: F401  (fixture)
 from unirl.audit.__main__ import main
 
 
-def test_engine_and_actor_agree(recipe_dir, tmp_path, capsys):  # noqa: F811
-    options = ["rollout", "--config-name=tiny", f"--config-dir={recipe_dir}", f"run_dir={tmp_path}"]
+@pytest.mark.parametrize("narrowed", [(), REPLAY], ids=["whole", "narrowed"])
+def test_engine_and_actor_agree(recipe_dir, tmp_path, capsys, narrowed):  # noqa: F811
+    options = ["rollout", "--config-name=tiny", f"--config-dir={recipe_dir}", f"run_dir={tmp_path}", *narrowed]
     assert main(options) == 0
     printed = capsys.readouterr().out
     assert "10 syncs of the same weights" in printed

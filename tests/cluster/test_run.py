@@ -13,6 +13,7 @@ import pytest
 from tests.cluster.conftest import RAY, TWO_RANKS, policy_bytes, read_until
 from tests.trainer.conftest import (  # noqa: F401 - fixtures
     ENVIRONMENT,
+    REPLAY,
     command,
     read_metrics,
     recipe_dir,
@@ -38,6 +39,12 @@ def assert_learns_the_same(run_dir: Path, undisturbed: Path) -> None:  # noqa: F
 
 def test_two_ranks_learn_what_one_learns(two_ranks, undisturbed):  # noqa: F811
     assert_learns_the_same(two_ranks, undisturbed)
+
+
+def test_ranks_replay_the_support_that_was_sampled(train, tmp_path):  # noqa: F811
+    finished = train(tmp_path / "run", *TWO_RANKS, *REPLAY, "num_iterations=1", "eval.every=0")
+    assert finished.returncode == 0, finished.stderr
+    assert read_metrics(tmp_path / "run")[-1]["rollout_replay_logp_absdiff_max"] < 1e-5
 
 
 def test_another_layout_goes_on_where_one_stopped(train, undisturbed, tmp_path):  # noqa: F811

@@ -63,8 +63,22 @@ BROKEN = {
     "warmup_ends": (["optimizer.warmup_steps=4"], "optimizer.warmup_steps", "= 3; use at most 3"),
     "training_samples_at_random": (["sampling.temperature=0"], "sampling.temperature", "expected a value > 0"),
     "one_temperature": (["algorithm.temperature=0.6"], "algorithm.temperature", "found 0.6, but samples are drawn at"),
-    "whole_nucleus": (["sampling.top_p=0.9"], "sampling.top_p", "found 0.9, expected 1"),
+    "whole_nucleus": (
+        ["sampling.top_p=0.9"],
+        "sampling.top_p",
+        "wrong, unless sampling.replay_support=true, with a sampling.top_k, narrows the policy in the same way",
+    ),
     "all_tokens": (["sampling.top_k=20"], "sampling.top_k", "found 20, expected -1"),
+    "replayed_support_is_bounded": (
+        ["sampling.top_p=0.9", "sampling.replay_support=true"],
+        "sampling.top_k",
+        "found -1, where the support of a token has no such bound; sampling.replay_support=true takes 2 to 1024",
+    ),
+    "fused_loss_is_of_the_vocabulary": (
+        ["stack.loss_kernel=fused", "sampling.top_k=20", "sampling.replay_support=true"],
+        "stack.loss_kernel",
+        "found fused, which is of the whole vocabulary",
+    ),
     "kl_has_a_reference": (["algorithm.kl_ctl=0.1"], "algorithm.kl_ctl", "set model.reference_path"),
     "fused_loss_is_of_tokens": (
         ["stack.loss_kernel=fused", "algorithm.loss=ppo", "algorithm.importance_sampling_level=sequence"],
@@ -350,6 +364,8 @@ def test_other_ways_to_break_a_rule(overrides, problem, small):
         ["rollout.engine=sglang", "sync.mode=distributed", "rollout.release_memory=true"],
         ["rollout.engine=sglang", "sync.mode=disk", "rollout.urls=['http://10.0.0.1:30000','http://[::1]:30000/']"],
         ["sampling.top_k=0"],
+        ["sampling.top_k=20", "sampling.replay_support=true", "stack.logits_chunk_tokens=64"],
+        ["sampling.top_k=1024", "sampling.top_p=0.9", "sampling.replay_support=true", "stack.share_prompts=true"],
         ["algorithm.dynamic_filter=package.module.judge", "sampling.num_samples=1"],
         ["algorithm.dynamic_filter=nonzero_variance", "algorithm.dynamic_bs=true"],
         ["algorithm.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.horizon=${sampling.max_new_tokens}"],

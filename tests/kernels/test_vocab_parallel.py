@@ -68,6 +68,29 @@ def test_linear_token_logprob(reports: list[dict], case: Case):
         assert report["sent"] == [("all_gather", 4 * word * case.rows), ("all_reduce", 16 * word * case.rows)]
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_support_logprob(reports: list[dict], case: Case):
+    """One all-reduce of a word for each token of the support; each shard gets the gradient of its own columns."""
+    words = min(7, case.vocab) * case.rows * (8 if case.dtype == torch.float64 else 4)
+    for report in (ranks[case.name]["support"] for ranks in reports):
+        assert_values(*report["logp"])
+        assert_values(*report["entropy"])
+        assert_gradient(*report["logits"])
+        assert report["sent"] == [("all_reduce", words)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_linear_support_logprob(reports: list[dict], case: Case):
+    word = 8 if case.dtype == torch.float64 else 4
+    words = min(7, case.vocab) * case.rows * word
+    for report in (ranks[case.name]["linear support"] for ranks in reports):
+        assert_values(*report["logp"])
+        assert_values(*report["entropy"])
+        _assert_product(*report["hidden"], case.dtype)
+        _assert_product(*report["weight"], case.dtype)
+        assert report["sent"] == [("all_reduce", words), ("all_reduce", 16 * word * case.rows)]
+
+
 def test_every_rank_gets_the_same(reports: list[dict]):
     for case in CASES:
         for ranks in reports[1:]:

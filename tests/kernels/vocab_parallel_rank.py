@@ -10,7 +10,14 @@ import torch.distributed as dist
 
 from tests.kernels.dense import dense
 from tests.kernels.policy import CONFIGS, surrogate, token_inputs
-from unirl.kernels import fused_policy_loss, linear_token_logprob, token_logprob
+from tests.kernels.supports import dense_support, make_support
+from unirl.kernels import (
+    fused_policy_loss,
+    linear_support_logprob,
+    linear_token_logprob,
+    support_logprob,
+    token_logprob,
+)
 
 WORLD = 4
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "broadcast")
@@ -102,6 +109,8 @@ def _run(case: Case, group: dist.ProcessGroup) -> dict:
         "weight": (own_weight.grad.double(), (d_logits.T @ inputs)[shard], (d_logits.abs().T @ inputs.abs())[shard]),
         "fused": _run_fused(case, group, seen, targets, logp.detach(), whole, shard),
         "linear": _run_linear(case, group, hidden, weight, targets, grads, shard),
+        "support": _run_support(case, group, seen, targets, grads, whole, shard),
+        "linear support": _run_linear_support(case, group, hidden, weight, targets, grads, shard),
     }
 
 
@@ -142,11 +151,45 @@ def _run_linear(case: Case, group, hidden, weight, targets, grads, shard: slice)
         (grads[0] * logp + grads[1] * entropy).sum().backward()
     whole = _gathered(hidden @ weight[shard].T, group)
     expected = dense(whole, targets, case.vocab, case.temperature, grads)
-    d_logits, weights, inputs = expected.gradient, weight.double(), hidden.double()
+    return {"sent": sent, **_products(expected, (logp, entropy), own_hidden, own_weight, hidden, weight, shard)}
+
+
+def _run_support(case: Case, group, logits, targets, grads, whole, shard: slice) -> dict:
+    support = make_support(targets, case.vocab, min(7, case.vocab))
+    own, options = logits.clone().requires_grad_(), _options(case, group)
+    del options["backend"]
+    with _counting() as sent:
+        logp, entropy = support_logprob(own, targets, support, with_entropy=True, **options)
+        (grads[0] * logp + grads[1] * entropy).sum().backward()
+    expected = dense_support(whole, targets, support, case.vocab, case.temperature, grads)
     return {
         "sent": sent,
         "logp": (logp.detach(), expected.logp),
         "entropy": (entropy.detach(), expected.entropy),
+        "logits": (own.grad, expected.gradient[:, shard]),
+    }
+
+
+def _run_linear_support(case: Case, group, hidden, weight, targets, grads, shard: slice) -> dict:
+    """As `_run_linear`."""
+    support = make_support(targets, case.vocab, min(7, case.vocab))
+    own_hidden, own_weight = hidden.clone().requires_grad_(), weight[shard].clone().requires_grad_()
+    options = _options(case, group) | {"with_entropy": True, "chunk_tokens": 4}
+    del options["backend"]
+    with _counting() as sent:
+        logp, entropy = linear_support_logprob(own_hidden, own_weight, targets, support, **options)
+        (grads[0] * logp + grads[1] * entropy).sum().backward()
+    whole = _gathered(hidden @ weight[shard].T, group)
+    expected = dense_support(whole, targets, support, case.vocab, case.temperature, grads)
+    return {"sent": sent, **_products(expected, (logp, entropy), own_hidden, own_weight, hidden, weight, shard)}
+
+
+def _products(expected, found, own_hidden, own_weight, hidden, weight, shard: slice) -> dict:
+    """What a head's call gave and should have given; beside gradients, the size of what was added up."""
+    d_logits, weights, inputs = expected.gradient, weight.double(), hidden.double()
+    return {
+        "logp": (found[0].detach(), expected.logp),
+        "entropy": (found[1].detach(), expected.entropy),
         "hidden": (own_hidden.grad.double(), d_logits @ weights, d_logits.abs() @ weights.abs()),
         "weight": (own_weight.grad.double(), (d_logits.T @ inputs)[shard], (d_logits.abs().T @ inputs.abs())[shard]),
     }

@@ -212,6 +212,17 @@ def test_a_turn_that_is_cut_off_is_judged_and_ends_the_episode(engine):
     assert bool(part.rewards.isfinite().all())
 
 
+def test_only_what_was_generated_has_a_support(engine):
+    """Over whole episodes and over their steps, in which other turns are context."""
+    params = replace(PARAMS, top_k=40, top_p=0.9, return_support=True)
+    part = run(engine, environments.Counter, params=params)
+    assert int(part.text.turn_counts.max()) > 1
+    for text in (part.text, split_steps(part, max_turns=4).text):
+        drawn = (text.support == text.tokens[:, None]).any(1)
+        assert torch.equal(drawn, text.loss_mask)
+        assert bool((text.support[~text.loss_mask] == -1).all())
+
+
 def test_an_opening_message_stands_before_the_first_response(engine):
     part = run(engine, partial(environments.Counter, opening="count"), num_samples=1)
     prompt = spans(part, sequences(part)[0])[0][1]

@@ -1,6 +1,8 @@
 """From prompts to a packed Part."""
 
 import time
+from array import array
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -60,6 +62,33 @@ def test_a_completion_of_uneven_fields_is_refused():
     uneven = Completion((1, 2), (-1.0,), SampleStatus.COMPLETED, (0, 0))
     with pytest.raises(ValueError, match="2 tokens, 1 log-probs and 2 weight versions"):
         pack_completions(PROMPTS[:1], [[uneven]], first_sample_id=0)
+
+
+def test_supports_are_packed_to_the_longest():
+    samples = [
+        replace(completion([1, 2]), support=(array("i", [1]), array("i", [9, 2, 8]))),
+        replace(completion([3]), support=(array("i", [3, 4]),)),
+        completion([], SampleStatus.ABORTED),
+    ]
+    text = pack_completions(PROMPTS[1:2], [samples], first_sample_id=0).text
+    nothing = [-1] * 3
+    assert text.support.tolist() == [nothing, [1, -1, -1], [9, 2, 8], nothing, [3, 4, -1], nothing]
+    assert text.support.dtype == torch.int32
+    assert pack_completions(PROMPTS[1:2], [samples[2:]], first_sample_id=0).text.support is None
+
+
+@pytest.mark.parametrize(
+    ("support", "message"),
+    [
+        (None, "found no support, expected that of its 2 tokens"),
+        ((array("i", [1]),), "found the support of 1 tokens, expected that of its 2 tokens"),
+        ((array("i", [1]), array("i", [1, 3])), r"found 1 tokens that are not in the support .* 2 in \[1, 3\]"),
+    ],
+)
+def test_a_token_from_outside_its_support_is_refused(support, message):
+    good = replace(completion([3]), support=(array("i", [3]),))
+    with pytest.raises(ValueError, match=message):
+        pack_completions(PROMPTS[:1], [[good, replace(completion([1, 2]), support=support)]], first_sample_id=0)
 
 
 def test_single_turn_on_a_model(models):

@@ -7,6 +7,8 @@ import pytest
 from tests.slurm.conftest import ROOT
 
 SCRIPTS = sorted((ROOT / "examples" / "slurm").glob("*.sbatch"))
+TRAINING = [script for script in SCRIPTS if script.stem.startswith("train_ar")]
+POOL = ROOT / "examples" / "slurm" / "rollout_pool.sbatch"
 
 
 def run(script, *arguments, **environment):
@@ -21,7 +23,13 @@ def test_sbatch_was_called_elsewhere(script, tmp_path):
     assert f"error: {tmp_path} is no checkout of unirl" in result.stderr
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_no_run():
+    result = run(POOL)
+    assert result.returncode == 2
+    assert "no run given: sbatch [options] rollout_pool.sbatch RUN_DIR" in result.stderr
+
+
+@pytest.mark.parametrize("script", TRAINING, ids=lambda path: path.stem)
 def test_no_recipe(script):
     result = run(script)
     assert result.returncode == 1
@@ -43,4 +51,7 @@ def test_no_python(tmp_path):
         UNIRL_PYTHON=str(tmp_path / "python"),
     )
     assert result.returncode == 1
+    assert f"no Python at {tmp_path / 'python'}: run 'make venv'" in result.stderr
+    result = run(POOL, "runs/mine", UNIRL_PYTHON=str(tmp_path / "python"))
+    assert result.returncode == 2
     assert f"no Python at {tmp_path / 'python'}: run 'make venv'" in result.stderr

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from unirl.errors import UserError
-from unirl.sync.buckets import Packer
-from unirl.sync.payload import allocate_shared, tensor_payload
+from unirl.sync import shared_memory
+from unirl.sync.buckets import Buffers, Packer
+from unirl.sync.payload import tensor_payload
+from unirl.sync.shared_memory import allocate_shared, release_shared, shared_buffers
 
 
 def new(num_bytes: int) -> torch.Tensor:
@@ -30,7 +32,7 @@ def test_every_weight_is_in_one_bucket_in_order():
     weights = {name: torch.randn(shape) for name, shape in shapes.items()}
     weights["bf16"] = torch.randn(7).bfloat16()
     weights["last"] = torch.randn(2)
-    packer = Packer(iter(weights.items()), 60, new)
+    packer = Packer(iter(weights.items()), 60, Buffers(new))
     buckets = []
     while packer.has_more:
         bucket = packer.pack()
@@ -63,7 +65,7 @@ def test_two_buffers_are_held_and_no_weight_longer_than_needed():
             yield f"w{number}", torch.full((10,), float(number))
             living -= 1
 
-    packer = Packer(weights(), 80, allocate)
+    packer = Packer(weights(), 80, Buffers(allocate))
     while packer.has_more:
         bucket = packer.pack()
         assert living <= 1
@@ -75,7 +77,8 @@ def test_two_buffers_are_held_and_no_weight_longer_than_needed():
 
 def test_a_payload_refers_to_memory_by_plain_types_alone():
     weights = {"a": torch.randn(1000), "b": torch.randn(50, 20)}
-    bucket = Packer(iter(weights.items()), 8000, allocate_shared).pack()
+    buffers = Buffers(allocate_shared, release_shared)
+    bucket = Packer(iter(weights.items()), 8000, buffers).pack()
     payload = base64.b64decode(tensor_payload(bucket))
     assert len(payload) < 1500
     reader = Reader(io.BytesIO(payload))
@@ -95,6 +98,7 @@ def test_a_payload_refers_to_memory_by_plain_types_alone():
         "torch.storage",
         "types",
     }
+    buffers.clear()
     assert {name for module, name in reader.named if module == "types"} == {"SimpleNamespace"}
 
 
@@ -116,3 +120,35 @@ def test_too_little_shared_memory_is_explained(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=64, f_frsize=10**6))
     with pytest.raises(UserError, match=r"/dev/shm has 64 MB free, a sync holds 2 buckets of 50 MB there"):
         allocate_shared(50_000_000)
+
+
+def names_of_this_process() -> set[str]:
+    return {path.name for path in shared_memory.FOLDER.glob(f"torch_{os.getpid()}_*")}
+
+
+def sync(sizes: list[int]) -> None:
+    """Ten numbers to a bucket."""
+    with shared_buffers(40) as buffers:
+        packer = Packer(((f"w{i}", torch.ones(size)) for i, size in enumerate(sizes)), 40, buffers)
+        while packer.has_more:
+            tensor_payload(packer.pack())  # whose reader never comes
+        if 13 in sizes:
+            raise RuntimeError("in the middle")
+
+
+def test_shared_buffers_stay_for_the_next_sync_and_leave_no_name_after_a_failure():
+    shared_memory.release_idle()
+    before = names_of_this_process()
+    sync([10, 10, 10])
+    kept = names_of_this_process() - before
+    assert len(kept) == 2
+    sync([10, 10, 10, 10])
+    assert names_of_this_process() - before == kept
+    sync([10, 100, 10])  # a buffer of more than two buckets does not stay
+    assert len(names_of_this_process() - before) == 1
+    with pytest.raises(RuntimeError, match="in the middle"):
+        sync([10, 13, 10])
+    assert names_of_this_process() == before
+    sync([10, 10])
+    shared_memory.release_idle()
+    assert names_of_this_process() == before

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -36,6 +38,15 @@ def make_part(
     if rewards is None:
         rewards = torch.rand(num_samples, generator=generator).tolist()
     return part.with_rewards(torch.tensor(rewards)).compute_advantages()
+
+
+def with_support(part: Part, vocab: int, top_k: int = 5) -> Part:
+    """The part as if each token had been drawn from itself and `top_k` - 1 others, fewer for odd ids."""
+    text, generator = part.text, torch.Generator().manual_seed(0)
+    likelihood = torch.rand(text.tokens.numel(), vocab, generator=generator).scatter_(1, text.tokens[:, None], 1.0)
+    support = likelihood.topk(top_k, 1).indices.int()
+    support[text.tokens % 2 == 1, top_k // 2 :] = -1
+    return replace(part, text=replace(text, support=support.where(text.loss_mask[:, None], -1)))
 
 
 @pytest.fixture

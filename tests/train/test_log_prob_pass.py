@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.train.conftest import with_support
 from tests.train.megatron.conftest import assert_gradients_close, make_actor, make_folder  # noqa: F401 - fixtures
 from tests.train.test_stack import uneven_part
 from unirl.algorithms import PolicyLossConfig, make_algorithm
@@ -48,6 +49,33 @@ def test_every_token_gets_its_log_prob(actor, stack):
             rows = (actor.reference(sample[None]).logits[0] / 0.8).log_softmax(-1)
         expected.append(torch.cat([torch.zeros(1), rows[:-1].gather(1, sample[1:, None])[:, 0]]))
     torch.testing.assert_close(found, torch.cat(expected) * part.text.loss_mask, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("stack", STACKS[-2:])
+def test_log_probs_among_the_tokens_sampled_from(make_folder, make_actor, stack, chunk):  # noqa: F811
+    folder, reference = make_folder("qwen3-tied")
+    actor = make_actor(folder, temperature=0.8, logits_chunk_tokens=chunk)
+    part = with_support(uneven_part(), actor.vocab_size)
+    found, position = log_prob_pass(actor, part, StackConfig(**stack)), 0
+    for sample in part.text.tokens.split(part.text.lengths.tolist()):
+        with torch.no_grad():
+            rows = reference(sample[None]).logits[0] / 0.8
+        for place, token in enumerate(sample.tolist()):
+            support = part.text.support[position + place]
+            support = support[support >= 0].long()
+            expected = (rows[place - 1, token] - rows[place - 1, support].logsumexp(0)).item() if len(support) else 0.0
+            assert found[position + place].item() == pytest.approx(expected, abs=1e-5)
+        position += len(sample)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "drpo", "spo", "dppo", "sapo", "cispo"])
+def test_every_loss_finds_a_ratio_of_one_among_the_tokens_sampled_from(actor, loss):
+    """Losses that have a fused kernel, too, which is of the whole vocabulary."""
+    part = on_policy(with_support(uneven_part(), actor.vocab_size), actor)
+    metrics = train(actor, part, PolicyLossConfig(loss=loss, eps_clip_higher=0.3), micro_batch_tokens=13)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["approx_kl_abs"] < 1e-5
 
 
 def test_an_empty_part_has_no_log_probs(actor):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.train.conftest import make_part
+from tests.train.conftest import make_part, with_support
 from unirl.train.packing import join_plans, plan_micro_batches
 from unirl.train.plan import CostModel, ParallelShape
 
@@ -154,6 +154,16 @@ def test_samples_of_a_group_with_other_prompts_are_not_shared(part_of):
     part = replace(part, text=replace(part.text, tokens=tokens))
     (batch,) = plan_micro_batches(part, all_samples(part), token_budget=100, share_prompts=True)
     assert batch.tree_cu_seqlens.tolist() == [0, 3, 6]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_the_support_stands_beside_its_token(part_of, share):
+    part = with_support(part_of([([1, 2], [[3, 4, 5], [6]]), ([7], [[8, 9], []])]), vocab=20)
+    batches = plan_micro_batches(part, all_samples(part), token_budget=9, share_prompts=share, tree_multiple=2, dp=4)
+    assert any(batch.is_empty for batch in batches)
+    for batch in batches:
+        assert torch.equal(batch.support, part.text.support[batch.token_positions])
+        assert (batch.support == batch.targets[:, None]).any(1).all()
 
 
 def test_oversize_sample_is_named(part_of):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.trainer.conftest import read_metrics, timeless
+from tests.trainer.conftest import REPLAY, read_metrics, timeless
 from unirl.train_ar import main
 
 TERMS = [
@@ -45,6 +45,20 @@ def test_losses_and_advantages_are_told_apart(with_reference):
         assert line["rollout_replay_logp_absdiff_mean"] < 1e-5
         assert abs(line["advantages/mean"]) < 1
         assert {"approx_kl_abs", "behave_approx_kl_abs", "behave_cap_ratio", "clip_ratio"} <= line.keys()
+
+
+def test_all_policies_replay_the_support_that_was_sampled(run, recipe_dir, tmp_path):
+    """Rollout, proximal and reference policy are one at first, and agree; without the support they would not."""
+    reference = f"model.reference_path={recipe_dir}/model"
+    overrides = [*TERMS, *REPLAY, reference, "num_iterations=2", "stack.num_updates_per_batch=1"]
+    first, second = run(tmp_path / "run", *overrides)
+    assert abs(first["ref_kl"]) < 1e-6
+    assert second["ref_kl"] > 1e-5
+    assert first["final_reward/mean"] == pytest.approx(first["reward/mean"], abs=1e-6)
+    for line in (first, second):
+        assert line["rollout_replay_logp_absdiff_max"] < 1e-5
+        assert line["behave_approx_kl_abs"] < 1e-5
+        assert line["entropy"] < 3.0, "of 20 tokens at most, log 20 = 3.0; of the whole vocabulary it is 5.5"
 
 
 def test_resume_with_a_reference_gives_the_same_numbers(with_reference, run, recipe_dir, tmp_path):

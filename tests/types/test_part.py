@@ -39,9 +39,19 @@ def test_lengths_and_sums():
     assert text.sum_by_sample(text.log_probs).tolist() == [-6, -5, -8]
 
 
+def with_support(text: TextSegment, width: int = 3) -> TextSegment:
+    """Each generated token was drawn from itself and its successor."""
+    support = torch.full((text.tokens.numel(), width), -1, dtype=torch.int32)
+    support[:, 0], support[:, 2] = text.tokens, text.tokens + 1
+    return replace(text, support=support.where(text.loss_mask[:, None], -1))
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        {"support": torch.zeros(9, 2)},
+        {"support": torch.zeros(8, 2, dtype=torch.int32)},
+        {"support": torch.zeros(9, dtype=torch.int32)},
         {"tokens": torch.arange(9).int()},
         {"tokens": torch.arange(8)},
         {"loss_mask": torch.ones(9)},
@@ -74,7 +84,32 @@ def test_concat_of_what_was_split_is_the_whole():
     text = make_text()
     parts = [text.select(torch.tensor([i])) for i in range(3)]
     joined = TextSegment.concat(parts)
-    assert all(torch.equal(getattr(joined, name), getattr(text, name)) for name in vars(text))
+    names = [name for name, value in vars(text).items() if value is not None]
+    assert all(torch.equal(getattr(joined, name), getattr(text, name)) for name in names)
+
+
+def test_the_support_goes_where_its_tokens_go():
+    part = replace(make_part(), text=with_support(make_text()))
+    picked = part.select(torch.tensor([2, 0]), lengths=torch.tensor([3, 2]))
+    assert picked.text.support.tolist() == [[-1] * 3, [-1] * 3, [8, -1, 9], [-1] * 3, [1, -1, 2]]
+    kept = torch.arange(9) != 3
+    assert part.masked(kept).text.support[3].tolist() == [-1] * 3
+    assert torch.equal(part.masked(kept).text.support[kept], part.text.support[kept])
+
+
+def test_concat_makes_supports_as_wide_as_the_widest():
+    text = make_text()
+    first, second, third = (text.select(torch.tensor([i])) for i in range(3))
+    silent = Part(second, ({},)).masked(torch.zeros(2, dtype=torch.bool)).text  # no generated token, no support
+    joined = TextSegment.concat([with_support(first), silent, with_support(third, width=5)])
+    assert joined.support.shape == (9, 5)
+    assert torch.equal(joined.support[:4, :3], with_support(first).support)
+    assert (joined.support[:6, 3:] == -1).all()
+    assert (joined.support[4:6] == -1).all()
+    assert torch.equal(joined.support[6:], with_support(third, width=5).support)
+    assert TextSegment.concat([first, silent]).support is None
+    with pytest.raises(ValueError, match="support is there in some segments and not in others"):
+        TextSegment.concat([with_support(first), second])
 
 
 @pytest.mark.parametrize(

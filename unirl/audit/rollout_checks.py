@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unirl.config.schema import TrainConfig
 from unirl.data import Prompt
@@ -46,14 +46,17 @@ def run_checks(config: TrainConfig, mean_limit: float, p99_limit: float) -> Iter
         resources.callback(engine.close)
         audit = _Audit(config, [data.train[i] for i in range(min(len(data.train), BATCHES[-1][0]))], actor, engine)
         audit.sync.publish(1)
-        longest = config.sampling.max_new_tokens
+        params = _sampling_params(config)
+        longest = params.max_new_tokens
         for temperature in TEMPERATURES:
             for length in sorted({min(8, longest), longest}):
                 for num_prompts, num_samples in BATCHES:
-                    found = audit.mismatch(SamplingParams(length, temperature), num_prompts, num_samples).metrics()
+                    found = audit.mismatch(
+                        replace(params, max_new_tokens=length, temperature=temperature), num_prompts, num_samples
+                    ).metrics()
                     about = f"T {temperature:g}, {length} tokens, {num_prompts} x {num_samples} samples"
                     yield _judge(about, found, audit.num_tokens, mean_limit, p99_limit)
-        yield audit.drift(SamplingParams(longest, config.sampling.temperature))
+        yield audit.drift(params)
 
 
 class _Audit:
@@ -96,6 +99,18 @@ class _Audit:
         spread = max(means) - min(means)
         about = f"{NUM_SYNCS} syncs of the same weights: largest - smallest"
         return Check(about, self.num_tokens, spread, spread, spread, passed=spread == 0)
+
+
+def _sampling_params(config: TrainConfig) -> SamplingParams:
+    """Those of training, but for the stop tokens."""
+    sampling = config.sampling
+    return SamplingParams(
+        sampling.max_new_tokens,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        return_support=sampling.replay_support,
+    )
 
 
 def _judge(about: str, found: dict[str, float], tokens: int, mean_limit: float, p99_limit: float) -> Check:

@@ -143,6 +143,12 @@ class HostedWeights:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._group.stream(self._name, "export_weights", BUCKET_BYTES)
 
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """See `WeightSource.shapes`: each stage's first rank tells them from its own shards."""
+        results = self._group.run(Call(self._name, "weight_shapes", answers="all"))
+        first_ranks = (self._group.grid.rank(dp=0, pp=stage) for stage in range(self.num_stages))
+        return [shape for rank in first_ranks for shape in results[rank]]
+
     def feed(self, consume: Callable[[Iterator[tuple[str, torch.Tensor]]], Any], stage: int) -> Any:
         """See `WeightSource.feed`: the first rank of the stage consumes."""
         results = self._group.run(Call(self._name, "feed_weights", (consume, stage), answers="all"))

@@ -67,6 +67,9 @@ class SamplingConfig:
     temperature: float = key(1.0, "Sampling temperature; 0 is refused in training.", ge=0)
     top_p: float = key(1.0, "Nucleus sampling threshold; 1 is off.", gt=0, le=1)
     top_k: int = key(-1, "Sample among the k likeliest tokens; -1 is off.", ge=-1)
+    replay_support: bool = key(
+        False, "Train with top_k and top_p: policies give log-probs among the tokens that were left to sample from."
+    )
     max_new_tokens: int = key("???", "Longest response in tokens; longer ones are truncated.", ge=1)
 
 

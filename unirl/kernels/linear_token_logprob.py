@@ -45,12 +45,11 @@ def linear_token_logprob(
     Raises ValueError for shapes, temperature, targets or `chunk_tokens` that do not fit, TypeError for dtypes,
     `BackendUnavailable` where `backend` cannot take logits of this dtype.
     """
-    _check(hidden, weight, targets, chunk_tokens)
+    check_head(hidden, weight, targets, chunk_tokens)
     check_temperature(temperature)
     shard = VocabShard.of(weight.shape[0], vocab, group)
     check_targets(targets, shard.vocab)
-    if chunk_tokens is None:
-        chunk_tokens = max(1, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))
+    chunk_tokens = chunk_tokens or default_chunk_tokens(weight)
     call = _Call(choose_backend(backend, hidden), shard, float(temperature), with_entropy, chunk_tokens)
     return _LinearTokenLogprob.apply(hidden, weight, targets, call)
 
@@ -63,23 +62,18 @@ class _Call:
     with_entropy: bool
     chunk_tokens: int
 
-    def chunks(self, rows: int) -> Iterator[slice]:
-        """All rows in order; one empty chunk where there are none."""
-        for first in range(0, max(rows, 1), self.chunk_tokens):
-            yield slice(first, min(first + self.chunk_tokens, rows))
-
 
 class _LinearTokenLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, call: _Call):
         ctx.set_materialize_grads(False)
         shard, columns = call.shard, call.shard.local(targets)
-        head = _Head(hidden, weight, call.chunk_tokens)
+        head = Head(hidden, weight, call.chunk_tokens)
         records = [
             call.backend.row_records(
                 head.logits(rows), columns[rows], shard.columns, call.temperature, with_entropy=call.with_entropy
             )
-            for rows in call.chunks(hidden.shape[0])
+            for rows in row_chunks(hidden.shape[0], call.chunk_tokens)
         ]
         result = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         record = shard.gather(torch.cat(records, 1), result)
@@ -95,9 +89,9 @@ class _LinearTokenLogprob(torch.autograd.Function):
         call: _Call = ctx.call
         nothing = torch.zeros_like(grad_entropy if grad_logp is None else grad_logp)
         grads = torch.stack([nothing if grad is None else grad for grad in (grad_logp, grad_entropy)])
-        head = _Head(hidden, weight, call.chunk_tokens)
-        products = _Products(head, *ctx.needs_input_grad[:2])
-        for rows in _live(call.chunks(hidden.shape[0]), grads):
+        head = Head(hidden, weight, call.chunk_tokens)
+        products = HeadGradients(head, *ctx.needs_input_grad[:2])
+        for rows in live_chunks(row_chunks(hidden.shape[0], call.chunk_tokens), grads):
             logits = head.logits(rows)
             part = RowSoftmax(*(None if value is None else value[rows] for value in softmax))
             grad_entropy = grads[1, rows] if call.with_entropy else None
@@ -108,14 +102,25 @@ class _LinearTokenLogprob(torch.autograd.Function):
         return *products.gradients(call.shard), None, None
 
 
-def _live(chunks: Iterator[slice], grads: Tensor) -> list[slice]:
+def default_chunk_tokens(weight: Tensor) -> int:
+    """Rows of logits that fit `CHUNK_BYTES`."""
+    return max(1, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))
+
+
+def row_chunks(rows: int, chunk_tokens: int) -> Iterator[slice]:
+    """All rows in order; one empty chunk where there are none."""
+    for first in range(0, max(rows, 1), chunk_tokens):
+        yield slice(first, min(first + chunk_tokens, rows))
+
+
+def live_chunks(chunks: Iterator[slice], grads: Tensor) -> list[slice]:
     """Chunks into which a gradient flows; a GPU is waited for once, not for each of them."""
     chunks = list(chunks)
     flows = torch.stack([grads[:, rows].any() for rows in chunks]).tolist()
     return [rows for rows, flow in zip(chunks, flows, strict=True) if flow]
 
 
-class _Head:
+class Head:
     """Logits of some rows at a time, in one buffer."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int):
@@ -123,13 +128,17 @@ class _Head:
         self._buffer = hidden.new_empty((min(chunk_tokens, hidden.shape[0]), weight.shape[0]))
 
     def logits(self, rows: slice) -> Tensor:
-        return torch.mm(self.hidden[rows], self.weight.T, out=self._buffer[: rows.stop - rows.start])
+        return torch.mm(self.hidden[rows], self.weight.T, out=self.space(rows))
+
+    def space(self, rows: slice) -> Tensor:
+        """The buffer of so many rows, as it was left."""
+        return self._buffer[: rows.stop - rows.start]
 
 
-class _Products:
+class HeadGradients:
     """Gradients of hidden states and head from those of the logits, summed in float32 or better."""
 
-    def __init__(self, head: _Head, wants_hidden: bool, wants_weight: bool):
+    def __init__(self, head: Head, wants_hidden: bool, wants_weight: bool):
         self._head = head
         wide = torch.promote_types(head.hidden.dtype, torch.float32)
         self._hidden = torch.zeros_like(head.hidden, dtype=wide) if wants_hidden else None
@@ -154,7 +163,8 @@ class _Products:
         return tuple(None if value is None else value.to(dtype) for value in (self._hidden, self._weight))
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int | None) -> None:
+def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int | None) -> None:
+    """ValueError for shapes, devices or `chunk_tokens` that do not fit, TypeError for dtypes."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"expected hidden [T, H] and weight [V_local, H], got {tuple(hidden.shape)} and {tuple(weight.shape)}"

@@ -22,6 +22,9 @@ class WeightSource(Protocol):
 
     num_stages: int
 
+    def shapes(self) -> Iterable[tuple[str, tuple[int, ...]]]:
+        """Name and shape of each, of all stages; no weight is moved for it, where that can be avoided."""
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of them, brought to this process."""
 
@@ -44,6 +47,10 @@ class LocalWeights:
         """All of `weights`, which are held."""
         held = list(weights)
         return LocalWeights(lambda: held)
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """See `WeightSource.shapes`: exported for it."""
+        return ((name, tuple(tensor.shape)) for name, tensor in self._export())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, tensor.detach()) for name, tensor in self._export())

@@ -8,6 +8,9 @@ import torch
 NUM_BUFFERS = 2
 """One is filled while the other is on its way."""
 
+_LARGEST_KEPT = 2
+"""In buckets: a buffer that a single tensor made larger than that is not kept."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -29,24 +32,59 @@ class Bucket:
     is_last: bool
 
 
-class Packer:
-    """Packs `weights` into buckets of about `bucket_bytes`; a larger tensor makes a bucket of its own.
+class Buffers:
+    """NUM_BUFFERS buffers that are filled in turn. They may stay from one sync to the next: new memory costs several
+    times what filling it does.
 
-    allocate: gives a buffer, [so many] uint8. At most `NUM_BUFFERS` are held: a bucket is overwritten by the one that
-    comes NUM_BUFFERS later.
+    allocate: makes one, [so many] uint8. release: takes leave of one.
     """
 
     def __init__(
         self,
-        weights: Iterator[tuple[str, torch.Tensor]],
-        bucket_bytes: int,
         allocate: Callable[[int], torch.Tensor],
+        release: Callable[[torch.Tensor], None] = lambda buffer: None,
     ):
+        self._allocate = allocate
+        self._release = release
+        self._held: list[torch.Tensor | None] = [None] * NUM_BUFFERS
+        self._turn = 0
+
+    def next(self, num_bytes: int, usual_bytes: int) -> torch.Tensor:
+        """The one whose turn it is, [num_bytes or more] uint8; `usual_bytes` where it is made anew for less."""
+        found = self._held[self._turn]
+        if found is None or len(found) < num_bytes:
+            self._drop(self._turn)
+            self._held[self._turn] = found = self._allocate(max(num_bytes, usual_bytes))
+        self._turn = (self._turn + 1) % NUM_BUFFERS
+        return found
+
+    def rest(self, bucket_bytes: int) -> None:
+        """At the end of a sync with buckets of that size: nobody reads them any more."""
+        for place, buffer in enumerate(self._held):
+            if buffer is not None and len(buffer) > _LARGEST_KEPT * bucket_bytes:
+                self._drop(place)
+
+    def clear(self) -> None:
+        """Release all."""
+        for place in range(NUM_BUFFERS):
+            self._drop(place)
+
+    def _drop(self, place: int) -> None:
+        buffer, self._held[place] = self._held[place], None
+        if buffer is not None:
+            self._release(buffer)
+
+
+class Packer:
+    """Packs `weights` into buckets of about `bucket_bytes`; a larger tensor makes a bucket of its own.
+
+    A bucket lies in one of `buffers`, so that it is overwritten by the one that comes NUM_BUFFERS later.
+    """
+
+    def __init__(self, weights: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int, buffers: Buffers):
         self._weights = weights
         self._bucket_bytes = bucket_bytes
-        self._allocate = allocate
-        self._buffers: list[torch.Tensor | None] = [None] * NUM_BUFFERS
-        self._turn = 0
+        self._buffers = buffers
         self._next = next(weights, None)
 
     @property
@@ -56,7 +94,7 @@ class Packer:
     def pack(self) -> Bucket:
         """The next bucket; there must be more."""
         dtype = self._next[1].dtype
-        buffer = self._buffer(self._next[1].nbytes)
+        buffer = self._buffers.next(self._next[1].nbytes, self._bucket_bytes)
         entries, position = [], 0
         while self._next is not None:
             name, tensor = self._next
@@ -68,11 +106,3 @@ class Packer:
             position = end
             self._next = next(self._weights, None)
         return Bucket(buffer[:position], tuple(entries), is_last=self._next is None)
-
-    def _buffer(self, num_bytes: int) -> torch.Tensor:
-        """The one whose turn it is, large enough for that many bytes."""
-        found = self._buffers[self._turn]
-        if found is None or len(found) < num_bytes:
-            self._buffers[self._turn] = found = self._allocate(max(num_bytes, self._bucket_bytes))
-        self._turn = (self._turn + 1) % NUM_BUFFERS
-        return found

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
-import torch
-
 from unirl.rollout.sglang import ServerControl, ServerLostError
 from unirl.sync.buckets import Bucket, Packer
 from unirl.sync.groups import Group, current_group, drop_group, in_daemon, open_group
@@ -31,15 +29,15 @@ class BroadcastSender(Sender):
         replies = _Replies(sent)
         try:
             group = await self._group(controls, replies)
-            allocate = partial(torch.empty, dtype=torch.uint8, device=group.device)
             timeout = timedelta(seconds=self.timeout_s)
-            packer = Packer(weights, self.bucket_bytes, allocate)
+            packer = Packer(weights, self.bucket_bytes, group.buffers)
             while packer.has_more:
                 bucket = await asyncio.to_thread(packer.pack)
                 replies.raise_failure()
                 self._announce(bucket, group, controls, replies)
                 await replies.watch(in_daemon(partial(group.broadcast, bucket.flat, timeout)))
             await replies.rest()
+            group.rest(self.bucket_bytes)
         except GroupError as error:
             sent.broken = True
             await drop_group(self.owner, controls)

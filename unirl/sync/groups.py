@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from unirl.rollout.sglang import RequestRefusedError, ServerControl, ServerLostError
+from unirl.sync.buckets import Buffers
 from unirl.sync.sender import Destination
 
 _DESTROY_LIMIT_S = 5.0
@@ -27,6 +29,7 @@ class Group:
         self.name = name
         self.servers = servers
         self.device = device
+        self.buffers = Buffers(partial(torch.empty, dtype=torch.uint8, device=device))
         self._backend = backend
 
     def broadcast(self, flat: torch.Tensor, timeout: timedelta) -> None:
@@ -38,6 +41,13 @@ class Group:
         backend.broadcast([flat], options).wait(timeout)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
+
+    def rest(self, bucket_bytes: int) -> None:
+        """At the end of a sync: buffers stay for the next one, but memory of a GPU is for the training."""
+        if self.device.type == "cuda":
+            self.buffers.clear()
+        else:
+            self.buffers.rest(bucket_bytes)
 
     def abort(self) -> None:
         """Leave. What is under way ends: with NCCL at once, with gloo when a peer leaves or the time is over."""

@@ -15,10 +15,11 @@ from unirl.rollout.sglang import (
     Update,
     WeightSyncError,
 )
-from unirl.rollout.weights import LocalWeights, check_weights
+from unirl.rollout.weights import check_weights
 from unirl.sync.distributed import BroadcastSender
 from unirl.sync.payload import device_uuid
-from unirl.sync.sender import Describe, Destination, Sender, Sent
+from unirl.sync.sender import Destination, Sender, Sent
+from unirl.sync.shared_memory import release_idle
 from unirl.sync.tensor import TensorSender
 
 Outcomes = dict[str, Exception]
@@ -29,8 +30,7 @@ class LiveTransfer(ABC):
     """Sends from where the weights are, one pipeline stage after the other, bucket by bucket; a `WeightTransfer`.
 
     Nothing of the model passes through this process, unless it holds the model. Names and shapes are checked before any
-    server sees a weight, at the first update and wherever checksums are due (the model's names do not change between
-    updates), and each weight again on its way.
+    server sees a weight, and each weight again on its way.
 
     bucket_bytes: size of a bucket; each sending process holds two. timeout_s: limit for a server to take one.
     """
@@ -44,8 +44,7 @@ class LiveTransfer(ABC):
 
     def stage(self, update: Update) -> None:
         """See `WeightTransfer.stage`."""
-        if self._update is None or update.sums is not None or isinstance(update.weights, LocalWeights):
-            _check(update)
+        _check(update)
         self._update = update
 
     async def send(self, servers: Sequence[Server], *, flush: bool = True) -> list[Exception | None]:
@@ -132,6 +131,11 @@ class TensorTransfer(LiveTransfer):
     def _make_sender(self, stage: int, **options: Any) -> Sender:
         return TensorSender(**options)
 
+    def close(self) -> None:
+        """See `WeightTransfer.close`; what other processes keep goes with them."""
+        super().close()
+        release_idle()
+
 
 class DistributedTransfer(LiveTransfer):
     """`sync.mode=distributed`, see `BroadcastSender`."""
@@ -147,11 +151,10 @@ class DistributedTransfer(LiveTransfer):
 def _check(update: Update) -> None:
     """Raises ValueError where the weights are not those expected."""
     found: dict[str, torch.Tensor] = {}
-    for stage in range(update.weights.num_stages):
-        for name, shape in update.weights.feed(Describe(), stage):
-            if name in found:
-                raise ValueError(f"weights: {name} was given twice")
-            found[name] = torch.empty(shape, device="meta")
+    for name, shape in update.weights.shapes():
+        if name in found:
+            raise ValueError(f"weights: {name} was given twice")
+        found[name] = torch.empty(shape, device="meta")
     check_weights(found, update.expected, str(update))
 
 

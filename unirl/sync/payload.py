@@ -5,9 +5,7 @@ functions for shared memory. It is made here of nothing else, and without SGLang
 """
 
 import base64
-import functools
 import io
-import os
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -15,46 +13,10 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from unirl.errors import UserError
-from unirl.sync.buckets import NUM_BUFFERS, Bucket
+from unirl.sync.buckets import Bucket
 
-_SHARED_MEMORY = "/dev/shm"
 _CUDA_DEVICE = 6
 """Place of the device among the arguments of torch's `rebuild_cuda_tensor`."""
-
-
-def allocate_shared(num_bytes: int) -> torch.Tensor:
-    """[num_bytes] uint8 in shared memory with a name; it goes with the last process that maps it.
-
-    Raises UserError where there is not enough: to write there would end the process.
-    """
-    free = os.statvfs(_SHARED_MEMORY).f_bavail * os.statvfs(_SHARED_MEMORY).f_frsize
-    if num_bytes * NUM_BUFFERS > free:
-        raise UserError(
-            f"{_SHARED_MEMORY} has {free / 1e6:.0f} MB free, a sync holds {NUM_BUFFERS} buckets of "
-            f"{num_bytes / 1e6:.0f} MB there: lower sync.bucket_mb, enlarge it (docker: --shm-size), or set "
-            "sync.mode=disk"
-        )
-    _start_keeper()
-    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-@functools.cache
-def _start_keeper() -> None:
-    """Start the process with which torch keeps account of shared memory, apart from this one's error output.
-
-    It lives as long as any process that has used the memory, so perhaps as long as a server: whoever reads the error
-    output of this process to its end would wait for it.
-    """
-    own = os.dup(2)
-    with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), 2)
-    try:
-        torch.UntypedStorage._new_using_filename_cpu(1)
-    finally:
-        os.dup2(own, 2)
-        os.close(own)
 
 
 def tensor_payload(bucket: Bucket) -> str:

@@ -36,14 +36,6 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Describe:
-    """Names and shapes of the weights that are given to it; nothing is sent."""
-
-    def __call__(self, weights: Weights) -> list[tuple[str, tuple[int, ...]]]:
-        return [(name, tuple(tensor.shape)) for name, tensor in weights]
-
-
-@dataclass(frozen=True)
 class Sender(ABC):
     """Sends the weights that it is called with to `servers`; it is pickled on its way to where they are.
 

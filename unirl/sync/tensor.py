@@ -1,14 +1,18 @@
 """`sync.mode=tensor`: the servers of this machine read the weights from memory that they share with the trainer."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from unirl.rollout.sglang import ServerControl
-from unirl.sync.buckets import NUM_BUFFERS, Bucket, Packer
-from unirl.sync.payload import allocate_shared, device_uuid, tensor_payload
+from unirl.sync.buckets import NUM_BUFFERS, Bucket, Buffers, Packer
+from unirl.sync.payload import device_uuid, tensor_payload
 from unirl.sync.sender import Destination, Sender, Sent, Weights, answer
+from unirl.sync.shared_memory import shared_buffers
 
 
 @dataclass(frozen=True)
@@ -16,9 +20,14 @@ class TensorSender(Sender):
     """Through CUDA memory where every server has the device that the weights are on, else through shared memory."""
 
     async def _send(self, weights: Weights, controls: dict[str, ServerControl], sent: Sent) -> None:
-        packer = Packer(weights, self.bucket_bytes, self._allocate)
+        with self._buffers() as buffers:
+            await self._send_from(Packer(weights, self.bucket_bytes, buffers), controls, sent)
+            if sent.failures:  # a server that failed may still read what it was told of
+                buffers.clear()
+
+    async def _send_from(self, packer: Packer, controls: dict[str, ServerControl], sent: Sent) -> None:
         on_their_way: list[asyncio.Task] = []
-        while packer.has_more:
+        while packer.has_more and len(sent.failures) < len(self.servers):
             while len(on_their_way) >= NUM_BUFFERS:
                 await on_their_way.pop(0)
             bucket = await asyncio.to_thread(packer.pack)  # the loop goes on with requests meanwhile
@@ -42,9 +51,17 @@ class TensorSender(Sender):
         }
         return await answer(control.update_weights("tensor", body, timeout_s=self.timeout_s))
 
-    def _allocate(self, num_bytes: int) -> torch.Tensor:
-        if torch.cuda.is_available():
-            here = device_uuid(torch.cuda.current_device())
-            if all(here in server.gpus for server in self.servers):
-                return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-        return allocate_shared(num_bytes)
+    @contextmanager
+    def _buffers(self) -> Iterator[Buffers]:
+        if not self._on_shared_device():
+            with shared_buffers(self.bucket_bytes) as buffers:
+                yield buffers
+            return
+        yield Buffers(partial(torch.empty, dtype=torch.uint8, device="cuda"))
+
+    def _on_shared_device(self) -> bool:
+        """Whether every server has the CUDA device that this process computes on."""
+        if not torch.cuda.is_available():
+            return False
+        here = device_uuid(torch.cuda.current_device())
+        return all(here in server.gpus for server in self.servers)

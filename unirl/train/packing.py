@@ -38,6 +38,7 @@ class MicroBatch:
     sample_positions [N] int64: position of each sample in the Part.
     token_positions [R] int64: position of each response token in the Part's tokens.
     advantages, prox_logp, ref_logp, values, returns [R] float32, or None where the Part has none.
+    support [R, K] int32: the tokens that each was drawn from, as in `TextSegment`; None where the Part has none.
     """
 
     tokens: torch.Tensor
@@ -57,6 +58,7 @@ class MicroBatch:
     ref_logp: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    support: torch.Tensor | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -167,6 +169,7 @@ class _Packer:
             loss_mask=torch.isfinite(torch.stack([old_logp, *estimates.values()])).all(0),
             sample_positions=samples,
             token_positions=loss_tokens,
+            support=None if self.text.support is None else self.text.support[loss_tokens],
             **estimates,
         )
 

@@ -82,6 +82,8 @@ class ARTrainer:
             self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
             self.engine = make_engine(config, models.workers)
             resources.callback(self.engine.close)
+            if config.rollout.engine == "sglang":
+                self.engine.open_pool(self.run.path / "pool")
             self.collector = Collector(config, data, self.engine, self.reward, group_filter)
             self._resources = resources.pop_all()
         self.stack = TrainStack(

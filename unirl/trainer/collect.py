@@ -47,7 +47,12 @@ class Collector:
         self.group_filter = group_filter
         sampling = config.sampling
         self.params = SamplingParams(
-            sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k, data.stop_token_ids
+            sampling.max_new_tokens,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+            data.stop_token_ids,
+            return_support=sampling.replay_support,
         )
 
     def collect(self, iteration: int, first_sample_id: int, display: RunDisplay) -> Batch:

@@ -16,7 +16,6 @@ from unirl.rollout.sglang import (
     API_KEY_VARIABLE,
     EngineOptions,
     FleetLimits,
-    Launcher,
     RunningServer,
     ServerLostError,
     ServerOptions,
@@ -76,30 +75,38 @@ def make_sglang_engine(config: TrainConfig, berths: Sequence[Berth] = ()) -> SGL
     )
 
 
-def _sources(config: TrainConfig, folder: Path, berths: Sequence[Berth]) -> list[ServerOptions | Launcher]:
-    rollout, has_cuda = config.rollout, torch.cuda.is_available()
-    device = rollout.device if rollout.device != "auto" else "cuda" if has_cuda else "cpu"
-    if berths:
-        options = per_server(_server_options(config, folder, device, gpus=()), len(berths))
-        return [BerthLauncher(*pair) for pair in zip(berths, options, strict=True)]
-    count = rollout.num_servers or 1
-    num_gpus = count * rollout.tp if device == "cuda" else 0
+def _sources(
+    config: TrainConfig, folder: Path, berths: Sequence[Berth]
+) -> Sequence[ServerOptions] | Sequence[BerthLauncher]:
+    if not berths:
+        return local_servers(config, folder, config.rollout.num_servers or 1)
+    options = per_server(_server_options(config, folder, gpus=()), len(berths))
+    return [BerthLauncher(*pair) for pair in zip(berths, options, strict=True)]
+
+
+def local_servers(config: TrainConfig, folder: Path, count: int) -> list[ServerOptions]:
+    """Options of `count` servers of the model in `folder` on the first GPUs of this machine.
+
+    Raises UserError where it has too few.
+    """
+    rollout = config.rollout
+    num_gpus = count * rollout.tp if _device(config) == "cuda" else 0
     if num_gpus > torch.cuda.device_count():
         raise UserError(
             f"rollout.num_servers={count} servers of rollout.tp={rollout.tp} GPUs need {num_gpus}, and "
             f"this machine has {torch.cuda.device_count()}: lower one of them, or set rollout.device=cpu"
         )
-    return per_server(_server_options(config, folder, device, gpus=tuple(range(num_gpus))), count)
+    return per_server(_server_options(config, folder, gpus=tuple(range(num_gpus))), count)
 
 
-def _server_options(config: TrainConfig, folder: Path, device: str, gpus: tuple[int, ...]) -> ServerOptions:
+def _server_options(config: TrainConfig, folder: Path, gpus: tuple[int, ...]) -> ServerOptions:
     rollout = config.rollout
     return ServerOptions(
         python=find_python(rollout.python),
         model_path=str(folder.absolute()),
         dtype=config.model.dtype,
         log_path=Path(config.run_dir).absolute() / "logs" / "sglang.log",
-        device=device,
+        device=_device(config),
         tp=rollout.tp,
         gpus=gpus,
         max_running=rollout.max_concurrency,
@@ -112,6 +119,11 @@ def _server_options(config: TrainConfig, folder: Path, device: str, gpus: tuple[
         release_memory=releases_memory(config),
         arguments=rollout.server_args,
     )
+
+
+def _device(config: TrainConfig) -> str:
+    device = config.rollout.device
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _make_transfer(config: TrainConfig) -> WeightTransfer:

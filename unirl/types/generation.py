@@ -1,5 +1,6 @@
 """What is asked of a rollout engine and what it answers."""
 
+from array import array
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -18,6 +19,9 @@ class SamplingParams:
 
     `temperature` 0 means greedy decoding. `top_p` 1.0 and `top_k` -1 mean the full distribution. Decoding stops after
     `max_new_tokens`, or after a token of `stop_token_ids`, which is kept as the last token of the sample.
+
+    return_support: completions say among which tokens each of theirs was drawn, and their log-probs are renormalised
+    over these. Raises ValueError where that cannot be: without `top_k` >= 1, which bounds them, or at temperature 0.
     """
 
     max_new_tokens: int
@@ -25,6 +29,11 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    return_support: bool = False
+
+    def __post_init__(self):
+        if self.return_support and (self.top_k < 1 or self.temperature == 0):
+            raise ValueError(f"return_support: expected top_k >= 1 and temperature > 0, found {self}")
 
 
 @dataclass(frozen=True)
@@ -46,9 +55,13 @@ class Completion:
 
     `log_probs[i]` = log p(token_ids[i] | prompt, token_ids[:i]) in nats, of `logits / temperature`, and of the plain
     logits where `temperature` is 0. `weight_versions[i]` is the version of the weights that drew token i.
+
+    With `return_support`, `support[i]` (C ints) are the distinct tokens, `top_k` of them or fewer, that `top_k` and
+    `top_p` left to draw token i from, in any order; `log_probs` are then of the softmax over these alone.
     """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     status: SampleStatus
     weight_versions: tuple[int, ...]
+    support: tuple[array, ...] | None = None

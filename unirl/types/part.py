@@ -1,7 +1,7 @@
 """`Part`: N samples as one unit of data, with their tokens packed in a `TextSegment`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -43,6 +43,9 @@ class TextSegment:
     lengths [N] int64: tokens of each sample, sum = T.
     sample_ids, group_ids, episode_ids [N] int64.
     status [N] int64: `SampleStatus` values.
+    support [T, K] int32, or None where tokens were drawn from the whole vocabulary: the tokens that each was drawn
+        from, K of them or fewer, in any order and filled up with -1, none where not generated. All log-probs of the
+        token, those in `log_probs` and those of every policy, are then of the softmax over these tokens alone.
 
     Raises ValueError on a wrong dtype or shape.
     """
@@ -57,6 +60,7 @@ class TextSegment:
     group_ids: torch.Tensor
     episode_ids: torch.Tensor
     status: torch.Tensor
+    support: torch.Tensor | None = None
 
     def __post_init__(self):
         num_tokens, num_samples = int(self.lengths.sum()), self.lengths.numel()
@@ -67,6 +71,12 @@ class TextSegment:
                     raise ValueError(
                         f"TextSegment.{name}: found {value.dtype} {tuple(value.shape)}, expected {dtype} ({expected},)"
                     )
+        support = self.support
+        if support is not None and (support.dtype, support.dim(), len(support)) != (torch.int32, 2, num_tokens):
+            raise ValueError(
+                f"TextSegment.support: found {support.dtype} {tuple(support.shape)}, expected torch.int32 "
+                f"({num_tokens}, K)"
+            )
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
@@ -128,12 +138,16 @@ class TextSegment:
         by_sample = {name: getattr(self, name)[samples] for name in _SAMPLE_FIELDS}
         if lengths is not None:
             by_sample["lengths"] = lengths
-        return TextSegment(**{name: getattr(self, name)[tokens] for name in _TOKEN_FIELDS}, **by_sample)
+        support = None if self.support is None else self.support[tokens]
+        by_token = {name: getattr(self, name)[tokens] for name in _TOKEN_FIELDS}
+        return TextSegment(**by_token, **by_sample, support=support)
 
     @staticmethod
     def concat(segments: Sequence["TextSegment"]) -> "TextSegment":
-        """One segment of all samples, in order."""
-        return TextSegment(**{f.name: torch.cat([getattr(s, f.name) for s in segments]) for f in fields(TextSegment)})
+        """One segment of all samples, in order. All that have a generated token must have a support, or none."""
+        names = (*_TOKEN_FIELDS, *_SAMPLE_FIELDS)
+        joined = {name: torch.cat([getattr(segment, name) for segment in segments]) for name in names}
+        return TextSegment(**joined, support=_joined_support(segments))
 
 
 @dataclass(frozen=True)
@@ -209,6 +223,7 @@ class Part:
             loss_mask=kept,
             turn_ids=self.text.turn_ids.where(kept, -1),
             weight_versions=self.text.weight_versions.where(kept, -1),
+            support=None if self.text.support is None else self.text.support.where(kept[:, None], -1),
         )
         by_token = {name: getattr(self, name) for name in _BY_TOKEN}
         by_token = {name: value if value is None else value.where(kept, 0.0) for name, value in by_token.items()}
@@ -231,3 +246,18 @@ class Part:
             records=tuple(record for part in parts for record in part.records),
             **{name: joined(name) for name in ("rewards", *_BY_TOKEN)},
         )
+
+
+def _joined_support(segments: Sequence[TextSegment]) -> torch.Tensor | None:
+    """Of supports [T_i, K_i] one [T, K], as wide as the widest; a segment without a generated token needs none."""
+    missing = [segment for segment in segments if segment.support is None]
+    if len(missing) == len(segments):
+        return None
+    if any(segment.loss_mask.any() for segment in missing):
+        raise ValueError("TextSegment.concat: support is there in some segments and not in others")
+    width = max(segment.support.shape[1] for segment in segments if segment.support is not None)
+    joined = [segment.tokens.new_full((segment.tokens.numel(), width), -1, dtype=torch.int32) for segment in segments]
+    for rows, segment in zip(joined, segments, strict=True):
+        if segment.support is not None:
+            rows[:, : segment.support.shape[1]] = segment.support
+    return torch.cat(joined)

@@ -35,6 +35,8 @@ def assert_same(found, expected):
     for one, other in zip(chain.from_iterable(found), chain.from_iterable(expected), strict=True):
         assert one.token_ids == other.token_ids
         assert one.status == other.status
+        assert (one.support is None) == (other.support is None)
+        assert list(map(set, one.support or ())) == list(map(set, other.support or ()))
         torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-5, rtol=0)
 
 
@@ -59,7 +61,28 @@ def test_greedy_decoding_is_that_of_transformers(models, family):
     assert list(found.token_ids) == expected[0, 12:].tolist()
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 12}, {"top_p": 0.8}])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_supports_are_those_of_transformers(models, temperature):
+    model, folder = models["qwen3"]
+    params = SamplingParams(40, temperature, top_p=0.4, top_k=12, stop_token_ids=STOPS, return_support=True)
+    requests, sizes = make_requests(params, num_samples=1), set()
+    groups = NativeRolloutEngine(folder, max_batch_size=4).generate(requests)
+    for request, (sample,) in zip(requests, groups, strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *sample.token_ids]])
+        with torch.no_grad():
+            rows = (model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / temperature).log_softmax(-1)
+        for row, token, logp, support in zip(rows, sample.token_ids, sample.log_probs, sample.support, strict=True):
+            probs, order = row.exp().sort(descending=True)
+            kept = order[:12][(probs.cumsum(0) - probs)[:12] < 0.4]
+            assert set(support) == set(kept.tolist())
+            assert logp == pytest.approx((row[token] - row[kept].logsumexp(0)).item(), abs=1e-5)
+            sizes.add(len(support))
+    assert len(sizes) > 5
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 12}, {"top_p": 0.8}, {"top_k": 12, "top_p": 0.8, "return_support": True}]
+)
 def test_a_sample_depends_on_its_seed_alone(models, filters):
     folder = models["qwen3"][1]
     requests = make_requests(SamplingParams(60, stop_token_ids=STOPS, **filters))
@@ -170,6 +193,10 @@ def test_threads_are_restored(models):
         ({"params": SamplingParams(0)}, "max_new_tokens"),
         ({"params": SamplingParams(4, temperature=-1.0)}, "temperature"),
         ({"params": SamplingParams(4, top_p=0.0)}, "top_p"),
+        (
+            {"params": SamplingParams(4, top_k=VOCAB_SIZE + 1, return_support=True)},
+            f"top_k={VOCAB_SIZE + 1}, more than",
+        ),
     ],
 )
 def test_bad_requests_are_refused(engine, change, message):
@@ -187,6 +214,7 @@ def test_update_weights_changes_the_samples_to_those_of_the_new_model(models, en
         model = build_model("qwen3", seed)
         weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
         engine.update_weights(weights.items(), version)
+        assert engine.metrics()["sync/gb_per_s"] > 0
         after = engine.generate(requests)
         assert after[0][0].token_ids != before[0][0].token_ids
         assert {v for c in after[0] for v in c.weight_versions} == {version}

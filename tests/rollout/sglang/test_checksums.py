@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 
-from unirl.rollout.sglang.checksums import ChecksumCollector
+from unirl.rollout.sglang.checksums import ChecksumCollector, count_experts
 
 WORD = 0xFFFFFFFF
 
@@ -55,6 +55,24 @@ def test_ranks_hold_their_heads_rows_and_columns():
         half = slice(8 * rank, 8 * rank + 8)
         # one key-value head for two ranks: both have it
         assert found == {"a.qkv_proj.weight": sha(q[half], k, v), "a.o_proj.weight": sha(o[:, half])}
+
+
+def test_experts_are_one_weight():
+    shapes = {"gate_proj": (32, 6), "up_proj": (32, 6), "down_proj": (6, 32)}
+    experts = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(3)]
+    names = [(number, name) for name in ("up_proj", "down_proj", "gate_proj") for number in (2, 0, 1)]
+    weights = {f"mlp.experts.{number}.{name}.weight": experts[number][name] for number, name in names}
+    assert count_experts(weights) == 3
+    ranks = collect(weights | {"mlp.gate.weight": (router := torch.randn(3, 6))}, tp=2, num_experts=3, device="cuda")
+    for rank, found in enumerate(ranks):
+        half = slice(16 * rank, 16 * rank + 16)
+        w13 = [torch.cat([expert["gate_proj"][half], expert["up_proj"][half]]) for expert in experts]
+        w2 = [expert["down_proj"][:, half] for expert in experts]
+        fused = {"mlp.experts.w13_weight": torch.stack(w13), "mlp.experts.w2_weight": torch.stack(w2)}
+        assert found == {
+            name: slow_cuda_hash(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            for name, tensor in (fused | {"mlp.gate.weight": router}).items()
+        }
 
 
 def test_weights_are_hashed_in_the_servers_dtype():

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -184,3 +185,38 @@ def test_the_api_key_is_asked_for_and_not_shown(published, tmp_path):
     assert published.run(status({"Authorization": f"Bearer {key}"})) == 200
     assert key not in subprocess.run(["ps", "-ww", "axo", "args"], capture_output=True, text=True, check=True).stdout
     assert url.startswith("http://127.0.0.1:")
+
+
+REPLAYED = SamplingParams(16, temperature=0.1, top_p=0.5, top_k=12, return_support=True)
+
+
+def test_a_narrowed_sample_says_what_it_was_drawn_from(published, model):
+    """Supports are those of the sampler's rule: the `top_k` likeliest, and of these the ones before which the running
+    sum of the whole distribution has not passed `top_p`. Log-probs are renormalised over them.
+    """
+    sizes = set()
+    for prompt, samples in zip(PROMPTS, draw(published, REPLAYED), strict=True):
+        for sample in samples:
+            tokens = torch.tensor([[*prompt, *sample.token_ids]])
+            with torch.no_grad():
+                rows = (model(tokens).logits[0, len(prompt) - 1 : -1] / REPLAYED.temperature).double().log_softmax(-1)
+            for row, token, logp, support in zip(rows, sample.token_ids, sample.log_probs, sample.support, strict=True):
+                probs, order = row.exp().sort(descending=True)
+                before = probs.cumsum(0) - probs
+                kept = set(order[: REPLAYED.top_k][before[: REPLAYED.top_k] <= REPLAYED.top_p].tolist())
+                assert set(support) == kept
+                assert len(support) == len(kept)
+                assert logp == pytest.approx((row[token] - row[list(support)].logsumexp(0)).item(), abs=1e-4)
+                sizes.add(len(kept))
+    assert len(sizes) > 2
+    assert max(sizes) <= REPLAYED.top_k
+
+
+def test_a_narrowed_sample_depends_on_its_seed_alone(published):
+    """And not on whether the support is asked for."""
+    together = draw(published, REPLAYED)[0]
+    alone = published.generate([GenerationRequest(PROMPTS[0], REPLAYED, (3,))])[0][0]
+    silent = published.generate([GenerationRequest(PROMPTS[0], replace(REPLAYED, return_support=False), (3,))])[0][0]
+    assert alone.token_ids == together[3].token_ids == silent.token_ids
+    assert alone.support == together[3].support
+    assert silent.support is None

@@ -1,8 +1,10 @@
 """Weights that a real server is given by tensor and by broadcast, from one process and from ranks of a trainer."""
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -14,6 +16,7 @@ from unirl.config import compose
 from unirl.rollout.sglang import EngineOptions, FleetLimits, SGLangRolloutEngine, WeightSyncError
 from unirl.rollout.weights import LocalWeights
 from unirl.sync import DiskTransfer, DistributedTransfer, TensorTransfer
+from unirl.sync.shared_memory import FOLDER
 from unirl.trainer.setup import make_models
 from unirl.types import GenerationRequest
 
@@ -51,6 +54,11 @@ def live(silent, recipe_dir, request) -> Iterator[SGLangRolloutEngine]:
     live.close()
 
 
+def shared_memory() -> list[str]:
+    """Names of what this process has of it."""
+    return [path.name for path in FOLDER.glob(f"torch_{os.getpid()}_*")]
+
+
 class Interrupted:
     """The weights, with `act` done when half of them have been sent."""
 
@@ -58,12 +66,15 @@ class Interrupted:
 
     def __init__(self, weights: list[tuple[str, torch.Tensor]], act: Callable[[], None]):
         self._weights, self._act = weights, act
-        self._times = 0
+        self.num_times = 0
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        return ((name, tuple(tensor.shape)) for name, tensor in self._weights)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._times += 1
+        self.num_times += 1
         for number, (name, tensor) in enumerate(self._weights):
-            if self._times == 2 and number == len(self._weights) // 2:  # the first time they are only looked at
+            if self.num_times == 1 and number == len(self._weights) // 2:
                 self._act()
             yield name, tensor.detach()
 
@@ -120,6 +131,10 @@ def test_weights_of_another_model_reach_no_server(live, model, fault):
         weights.append(weights[0])
     with pytest.raises(ValueError, match=fault):
         live.update_weights(weights, 2)
+    source = Interrupted(weights, lambda: None)  # of ranks; known from the update before
+    with pytest.raises(ValueError, match=fault):
+        live.update_weights(source, 2)
+    assert source.num_times == 0
     assert live.weight_version == 1
     assert_holds(live, model)
 
@@ -136,6 +151,7 @@ def test_a_server_that_rejects_a_bucket_keeps_nobody_waiting(live, model):
     with pytest.raises(WeightSyncError, match=r"refused the weights: .* must run between begin_weight_update"):
         live.update_weights(Interrupted(perturbed(model), end_session), 2)
     assert time.monotonic() - started < LIMIT_S / 2
+    assert shared_memory() == []
     with pytest.raises(WeightSyncError, match="the last weight update failed"):
         live.generate([REQUEST])
     live.update_weights(weights_of(model), 3)
@@ -170,17 +186,27 @@ def test_every_mode_from_two_ranks_of_a_trainer(silent, model, recipe_dir, tmp_p
         models.workers.close()
 
 
-def test_a_server_killed_in_the_middle_is_revived_with_the_new_weights(engine, model, monkeypatch):
-    transfer = DistributedTransfer(bucket_bytes=BUCKET_BYTES, timeout_s=LIMIT_S)
-    monkeypatch.setattr(engine._publisher, "_transfer", transfer)
-    restarts = engine.metrics()["rollout/server_restarts"]
+@pytest.mark.parametrize(
+    ("number", "mode"),
+    [(signal.SIGKILL, "distributed"), (signal.SIGSTOP, "distributed"), (signal.SIGSTOP, "tensor")],
+)
+def test_a_server_lost_in_the_middle_is_revived_with_the_new_weights(engine, model, monkeypatch, number, mode):
+    """A stopped one is missed when its time is over."""
+    limit_s = LIMIT_S if number == signal.SIGKILL else 15.0
+    monkeypatch.setattr(engine._publisher, "_transfer", TRANSFERS[mode](bucket_bytes=BUCKET_BYTES, timeout_s=limit_s))
+    monkeypatch.setattr(engine._fleet, "limits", replace(engine._fleet.limits, health_timeout_s=10.0))
+    restarts, old = engine.metrics()["rollout/server_restarts"], server_processes(engine)
 
-    def kill() -> None:
-        for process in psutil.Process(engine.server_pids[0]).children(recursive=True):
+    def strike() -> None:
+        for process in old:
             if "scheduler" in process.name() or "scheduler" in " ".join(process.cmdline()):
-                process.send_signal(signal.SIGKILL)
+                process.send_signal(number)
 
-    version = engine.weight_version + 1
-    engine.update_weights(Interrupted(weights_of(model), kill), version)
+    engine.update_weights(Interrupted(weights_of(model), strike), engine.weight_version + 1)
     assert engine.metrics()["rollout/server_restarts"] == restarts + 1
+    assert not [process for process in old if process.is_running()]
     assert_holds(engine, model)
+
+
+def server_processes(engine: SGLangRolloutEngine) -> list[psutil.Process]:
+    return psutil.Process(engine.server_pids[0]).children(recursive=True)

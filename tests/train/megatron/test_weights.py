@@ -26,7 +26,9 @@ def stored_names(folder):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_export_is_what_was_imported(make_folder, make_actor, family):
     folder, reference = make_folder(family)
-    exported = list(make_actor(folder).export_weights())
+    actor = make_actor(folder)
+    exported = list(actor.export_weights())
+    assert actor.weight_shapes() == [(name, tuple(tensor.shape)) for name, tensor in exported]
     expected = load_file(folder / SINGLE)
     assert len(exported) == len(expected)
     assert {name for name, _ in exported} == set(expected)

@@ -28,14 +28,16 @@ class Noise:
 ON_POLICY = Noise(rollout=0.0)
 
 
-def make_parts(vocab: int, noise: Noise | None = None) -> list[Part]:
-    """The batches, for a model of `vocab` token ids; `log_probs` and `ref_logp` are noise, see `ParallelCase`.
+def make_parts(vocab: int, noise: Noise | None = None, top_k: int | None = None) -> list[Part]:
+    """The batches, for a model of `vocab` token ids; `log_probs` and `ref_logp` are noise, see `ParallelCase`. With
+    `top_k` each token was drawn from a support of 1 to so many random tokens.
 
     The first one has a sample without a generated token, one with an observation between its turns, one without a
     verdict (reward NaN), one that teaches nothing (advantage 0) and a token whose rollout log-prob is not finite.
     """
     parts = [make_part(shapes, vocab, noise, seed) for seed, shapes in enumerate(SHAPES)]
-    return [_with_oddities(parts[0]), *parts[1:]]
+    parts = [_with_oddities(parts[0]), *parts[1:]]
+    return parts if top_k is None else [_with_support(part, vocab, top_k) for part in parts]
 
 
 def make_part(shapes: list[tuple[int, tuple[int, ...]]], vocab: int, noise: Noise | None = None, seed: int = 0) -> Part:
@@ -87,3 +89,14 @@ def _with_oddities(part: Part) -> Part:
     text = replace(text, loss_mask=mask, log_probs=log_probs, turn_ids=turns)
     masked = {name: getattr(part, name) * mask for name in ("ref_logp", "returns")}
     return replace(part, text=text, rewards=rewards, advantages=advantages, **masked)
+
+
+def _with_support(part: Part, vocab: int, top_k: int) -> Part:
+    text, generator = part.text, torch.Generator().manual_seed(top_k)
+    count = text.tokens.numel()
+    likelihood = torch.rand(count, vocab, generator=generator)
+    likelihood.scatter_(1, text.tokens[:, None], 1.0)  # the token itself comes first
+    support = likelihood.topk(top_k, 1).indices.int()
+    sizes = torch.randint(1, top_k + 1, (count, 1), generator=generator)
+    kept = text.loss_mask[:, None] & (torch.arange(top_k) < sizes)
+    return replace(part, text=replace(text, support=support.where(kept, -1)))

@@ -42,7 +42,9 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
 
 @dataclass(frozen=True)
 class _Plan:
-    """A case of the default audit. keys: of the loss. tokens: of a micro-batch, other: in the pass before."""
+    """A case of the default audit. keys: of the loss. tokens: of a micro-batch, other: in the pass before. top_k: most
+    tokens that a token was drawn from; None: from the whole vocabulary.
+    """
 
     name: str
     keys: dict
@@ -52,6 +54,7 @@ class _Plan:
     stack: dict | None = None
     noise: Noise | None = None
     critic: bool = False
+    top_k: int | None = None
 
 
 _BY_TOKEN = {"level": "token", "metric": "ratio", "lower": 0.8, "upper": 1.25}
@@ -83,7 +86,13 @@ DENSE = (
         stack={"logits_chunk_tokens": 5, "recompute": "selective"},
         other=ALL,
     ),
-    _Plan("sapo with entropy", {"loss": "sapo", "entropy_coef": 0.01}, "biased"),
+    _Plan(
+        "sapo with entropy, sampled support, shared prompts",
+        {"loss": "sapo", "entropy_coef": 0.01},
+        "biased",
+        stack={"share_prompts": True},
+        top_k=7,
+    ),
     _Plan("cispo", {"loss": "cispo", "eps_clip": 0.5, "eps_clip_higher": 0.3, "loss_agg_mode": "seq-mean-token-sum"}),
     _Plan(
         "tokens rejected",
@@ -98,7 +107,9 @@ DENSE = (
     _Plan("on-policy drpo of sequences", {"loss": "drpo", "importance_sampling_level": "sequence"}, noise=ON_POLICY),
     _Plan("ppo with a critic", {**_PPO, "old_logp_source": "recompute"}, critic=True, stack={"share_prompts": True}),
 )
-"""Every loss and aggregation mode, ratios of tokens and of sequences, KL, entropy, both levels of rejection."""
+"""Every loss and aggregation mode, ratios of tokens and of sequences, KL, entropy, both levels of rejection, replay of
+the sampled support.
+"""
 EXPERTS = (
     _Plan("experts, drpo with entropy", {"loss": "drpo", "entropy_coef": 0.01, **_NORM}, "experts"),
     _Plan("experts, ppo with KL", {**_PPO, "kl_coef": 0.1}, "experts", tokens=ONE, other=ALL),
@@ -136,7 +147,7 @@ def _default_case(plan: _Plan, folder: str) -> ParallelCase:
         plan.name,
         ModelConfig(path=folder),
         PolicyLossConfig(**plan.keys),
-        make_parts(VOCAB, plan.noise),
+        make_parts(VOCAB, plan.noise, plan.top_k),
         plan.other,
         # A low ceiling, so that the gradients are clipped: their norm then matters.
         StackConfig(micro_batch_tokens=plan.tokens, max_grad_norm=0.05, **(plan.stack or {})),

@@ -26,19 +26,52 @@ def one_temperature(config: TrainConfig) -> str | None:
     )
 
 
-@rule("sampling.top_p")
+@rule("sampling.top_p", "sampling.replay_support")
 def whole_nucleus(config: TrainConfig) -> str | None:
-    """sampling.top_p = 1: a narrowed support changes the sampler's log-probs and not the policy's."""
-    return None if config.sampling.top_p == 1 else f"found {config.sampling.top_p}, expected 1: {_NARROWED}"
+    """sampling.top_p = 1: a narrowed support changes the sampler's log-probs and not the policy's, unless
+    sampling.replay_support narrows these as well.
+    """
+    if config.sampling.top_p == 1 or config.sampling.replay_support:
+        return None
+    return f"found {config.sampling.top_p}, expected 1: {_NARROWED}"
 
 
-@rule("sampling.top_k")
+@rule("sampling.top_k", "sampling.replay_support")
 def all_tokens(config: TrainConfig) -> str | None:
     """sampling.top_k is off (-1), for the same reason."""
-    return None if config.sampling.top_k < 1 else f"found {config.sampling.top_k}, expected -1 (off): {_NARROWED}"
+    if config.sampling.top_k < 1 or config.sampling.replay_support:
+        return None
+    return f"found {config.sampling.top_k}, expected -1 (off): {_NARROWED}"
 
 
-_NARROWED = "training on a narrowed support makes the ratio of policy to rollout policy wrong"
+_NARROWED = (
+    "training on a narrowed support makes the ratio of policy to rollout policy wrong, unless "
+    "sampling.replay_support=true, with a sampling.top_k, narrows the policy in the same way"
+)
+_WIDEST_SUPPORT = 1024
+
+
+@rule("sampling.top_k", "sampling.replay_support")
+def replayed_support_is_bounded(config: TrainConfig) -> str | None:
+    """sampling.top_k is 2 to 1024 where sampling.replay_support is on, with sampling.top_p or without: a nucleus alone
+    may be the whole vocabulary.
+    """
+    top_k = config.sampling.top_k
+    if not config.sampling.replay_support or 2 <= top_k <= _WIDEST_SUPPORT:
+        return None
+    reason = "every sample is greedy, with log-probs of 0" if top_k == 1 else "the support of a token has no such bound"
+    return (
+        f"found {top_k}, where {reason}; sampling.replay_support=true takes 2 to {_WIDEST_SUPPORT}, and "
+        "sampling.top_p may narrow that further"
+    )
+
+
+@rule("stack.loss_kernel", "sampling.replay_support")
+def fused_loss_is_of_the_vocabulary(config: TrainConfig) -> str | None:
+    """stack.loss_kernel=fused takes no sampling.replay_support: the fused kernel is of the whole vocabulary."""
+    if config.stack.loss_kernel != "fused" or not config.sampling.replay_support:
+        return None
+    return "found fused, which is of the whole vocabulary, with sampling.replay_support=true; use auto or separate"
 
 
 @rule("algorithm.kl_ctl", "algorithm.kl_coef", "model.reference_path")

@@ -1,5 +1,6 @@
 """One batch of samples, from its prompts to its last token."""
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,11 +36,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Generated ids of one sample, their log-probs, and whether its last token is a stop token."""
+    """Generated ids of one sample, their log-probs, whether its last token is a stop token, and the support of each
+    token as in a `Completion`.
+    """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     stopped: bool
+    support: tuple[array, ...] | None
 
 
 class BatchDecoder:
@@ -65,6 +69,9 @@ class BatchDecoder:
         # Of all B samples, step by step; memory of steps that are never reached is never touched.
         self._tokens = torch.empty(longest, size, dtype=torch.int64, device=device)
         self._log_probs = torch.empty(longest, size, dtype=torch.float32, device=device)
+        self._support = None
+        if batch.params.return_support:
+            self._support = torch.empty(longest, size, batch.params.top_k, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(size, dtype=torch.int64, device=device)
         self._is_stop = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=device)
         self._is_stop[list(batch.params.stop_token_ids)] = True
@@ -123,10 +130,12 @@ class BatchDecoder:
 
     def _draw(self, step: int, logits: torch.Tensor) -> torch.Tensor:
         """Draw and record the tokens [R] of this step, and mark the rows that end with them."""
-        tokens, log_probs = draw(logits, self._streams.next(), self._batch.params)
+        tokens, log_probs, support = draw(logits, self._streams.next(), self._batch.params)
         # Rows that are finished but not yet dropped write behind the end of their sample, where nothing is read.
         self._tokens[step].index_copy_(0, self._rows, tokens)
         self._log_probs[step].index_copy_(0, self._rows, log_probs)
+        if support is not None:
+            self._support[step].index_copy_(0, self._rows, support)
         self._lengths.index_add_(0, self._rows, self._alive.long())
         self._alive &= ~self._is_stop[tokens] & (self._limits > step + 1)
         return tokens
@@ -147,7 +156,15 @@ class BatchDecoder:
         stopped = self._is_stop[self._tokens.gather(0, self._lengths[None] - 1)[0]].tolist()
         tokens, log_probs = (steps[:longest].T.contiguous().cpu() for steps in (self._tokens, self._log_probs))
         for row, length in enumerate(lengths):
-            yield Sampled(tuple(tokens[row, :length].tolist()), tuple(log_probs[row, :length].tolist()), stopped[row])
+            support = None if self._support is None else _ragged(self._support[:length, row].cpu())
+            yield Sampled(
+                tuple(tokens[row, :length].tolist()), tuple(log_probs[row, :length].tolist()), stopped[row], support
+            )
+
+
+def _ragged(support: torch.Tensor) -> tuple[array, ...]:
+    """support [L, K] int32 -> of each row what is not -1."""
+    return tuple(array("i", [token for token in row if token >= 0]) for row in support.tolist())
 
 
 def _prefill_spans(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """The native rollout engine: batched sampling in plain torch, in the process of the caller."""
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,6 +49,7 @@ class NativeRolloutEngine:
         self.weight_version = 0
         self._max_batch_size = max_batch_size
         self._num_threads = num_threads
+        self._metrics: dict[str, float] = {}
         self._model: Decoder | None = _load_model(Path(model_path), torch.device(device), dtype)
 
     def generate(
@@ -74,19 +76,22 @@ class NativeRolloutEngine:
         A model with tied embeddings has no `lm_head.weight`. On an error no weight is changed; for that, all tensors
         are held until the last has come.
         """
+        started = time.perf_counter()
         state = self._open_model().state_dict()
         found = collect_weights(weights)
         check_weights(found, state, f"update to version {version}")
         for name, tensor in found.items():
             state[name].copy_(tensor)
         self.weight_version = version
+        num_bytes = sum(tensor.nbytes for tensor in state.values())
+        self._metrics = {"sync/gb_per_s": num_bytes / 1e9 / (time.perf_counter() - started)}
 
     def release_memory(self) -> None:
         """See `RolloutEngine.release_memory`: nothing, caches live only while samples are drawn."""
 
     def metrics(self) -> dict[str, float]:
-        """See `RolloutEngine.metrics`: nothing."""
-        return {}
+        """See `RolloutEngine.metrics`: gigabytes of the model per second of the last weight update."""
+        return self._metrics
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""
@@ -103,6 +108,7 @@ class NativeRolloutEngine:
             log_probs=sample.log_probs,
             status=SampleStatus.COMPLETED if sample.stopped else SampleStatus.TRUNCATED,
             weight_versions=(self.weight_version,) * len(sample.token_ids),
+            support=sample.support,
         )
 
 
@@ -130,6 +136,8 @@ def _check_request(number: int, request: GenerationRequest, config: ModelConfig)
             raise ValueError(f"{where}: {what} has {outside[:5]}, outside the vocabulary of {config.vocab_size} tokens")
     if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
         raise ValueError(f"{where}: expected max_new_tokens >= 1, temperature >= 0 and 0 < top_p <= 1, found {params}")
+    if params.return_support and params.top_k > config.vocab_size:
+        raise ValueError(f"{where}: found top_k={params.top_k}, more than the vocabulary of {config.vocab_size} tokens")
     if any(seed < 0 for seed in request.seeds):
         raise ValueError(f"{where}: expected seeds >= 0, found {request.seeds}")
 

@@ -1,6 +1,7 @@
 """Drawing tokens: one uniform number per token, from a stream that belongs to the sample alone."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,11 +39,22 @@ class UniformStreams:
         self._block = self._block[:, rows]
 
 
-def draw(logits: torch.Tensor, uniforms: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [B, V], uniforms [B] float64 -> tokens [B] int64 and their log-probs [B] float32 in nats.
+class Drawn(NamedTuple):
+    """tokens [B] int64 and their log-probs [B] float32 in nats; support [B, top_k] int32: the tokens that each was
+    drawn from, filled up with -1, or None where nobody asked for it.
+    """
 
-    The log-probs are of `logits / temperature` (the plain logits at temperature 0, where the likeliest token is taken)
-    and are not renormalised over the tokens that top_p and top_k leave. A token of probability 0 is never drawn.
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+    support: torch.Tensor | None
+
+
+def draw(logits: torch.Tensor, uniforms: torch.Tensor, params: SamplingParams) -> Drawn:
+    """One token from each row of logits [B, V]; uniforms [B] float64.
+
+    The log-probs are of `logits / temperature` (the plain logits at temperature 0, where the likeliest token is taken).
+    They are renormalised over the tokens that top_p and top_k leave where `params.return_support` asks for these, and
+    not otherwise. A token of probability 0 is never drawn and is in no support.
 
     Raises FloatingPointError on a row with a NaN or +inf, or with nothing but -inf.
     """
@@ -54,16 +66,20 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, params: SamplingParams) -
     if not probs[:, 0].isfinite().all():
         raise FloatingPointError("the model gave logits that are NaN or infinite: its weights are broken")
     sums = probs.cumsum(-1, dtype=torch.float64)
+    support = None
     if params.temperature == 0.0:
         tokens = probs.argmax(-1, keepdim=True)
     elif params.top_p >= 1.0 and params.top_k <= 0:
         tokens = _invert(sums, uniforms)
     else:
-        kept = _restrict(probs, params.top_p, params.top_k)
-        tokens = _invert(kept.cumsum(-1, dtype=torch.float64), uniforms)
+        kept, likeliest = _restrict(probs, params.top_p, params.top_k)
+        kept_sums = kept.cumsum(-1, dtype=torch.float64)
+        tokens = _invert(kept_sums, uniforms)
+        if params.return_support:
+            sums, support = kept_sums, likeliest.where(kept.gather(1, likeliest) > 0, -1).int()
     # Divided by their sum once more: over a large vocabulary softmax is off by 1e-5, for its sum is of float32.
     log_probs = (probs.gather(1, tokens) / sums[:, -1:]).log()
-    return tokens[:, 0], log_probs[:, 0].float()
+    return Drawn(tokens[:, 0], log_probs[:, 0].float(), support)
 
 
 def _invert(sums: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -75,9 +91,11 @@ def _invert(sums: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(sums, threshold, right=True)
 
 
-def _restrict(probs: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
-    """probs [B, V] with 0 outside the `top_k` likeliest tokens and outside the smallest set that reaches `top_p`."""
+def _restrict(probs: torch.Tensor, top_p: float, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """probs [B, V] with 0 outside the `top_k` likeliest tokens and outside the smallest set that reaches `top_p`; and
+    these `top_k` tokens [B, top_k], likeliest first.
+    """
     count = probs.shape[-1] if top_k <= 0 else min(top_k, probs.shape[-1])
     likeliest, tokens = probs.topk(count, -1)
     before = likeliest.cumsum(-1, dtype=torch.float64) - likeliest
-    return torch.zeros_like(probs).scatter_(1, tokens, likeliest.masked_fill(before >= top_p, 0.0))
+    return torch.zeros_like(probs).scatter_(1, tokens, likeliest.masked_fill(before >= top_p, 0.0)), tokens

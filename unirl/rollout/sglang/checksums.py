@@ -1,11 +1,13 @@
 """Hashes of weights as an SGLang server holds them, computed from the trainer's tensors.
 
-`/weights_checker` gives a hash of every parameter: under SGLang's names, in which q, k and v are one tensor and gate
-and up another, of the shard of each TP rank, by SHA-256 on CPU and by a kernel of SGLang's own on CUDA.
+`/weights_checker` gives a hash of every parameter: under SGLang's names, in which q, k and v are one tensor, gate and
+up another, and so are those of all experts of a layer, of the shard of each TP rank, by SHA-256 on CPU and by a kernel
+of SGLang's own on CUDA. Experts that are spread over expert-parallel ranks of a server are not known.
 """
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -21,19 +23,25 @@ _PARTS = {
 }
 """Layer -> (layer that it is part of, its place there, number of parts)."""
 
+_EXPERT = re.compile(r"(?P<prefix>.*\.experts\.)(?P<expert>\d+)\.(?P<layer>gate_proj|up_proj|down_proj)\.weight")
+_EXPERT_PARTS = {"gate_proj": ("w13_weight", 0, 2), "up_proj": ("w13_weight", 1, 2), "down_proj": ("w2_weight", 0, 1)}
+"""Layer of an expert -> (weight of all experts that it is part of, its place in an expert's share, number of parts)."""
+
 _VOCABULARY = ("embed_tokens", "lm_head")
 
 
 class ChecksumCollector:
-    """Hashes the weights that pass by; at most one fused tensor is held at a time per layer.
+    """Hashes the weights that pass by. Tensors that a server fuses are held until the last has come: with experts that
+    is a layer's.
 
     device: of the server's weights, "cpu" or "cuda". dtype: theirs, which the weights are cast to.
     head_dim: of the key-value heads, which TP ranks share where there are fewer heads than ranks.
+    num_experts: of a layer; 0 for a dense model.
     """
 
-    def __init__(self, *, device: str, dtype: torch.dtype, tp: int, head_dim: int):
+    def __init__(self, *, device: str, dtype: torch.dtype, tp: int, head_dim: int, num_experts: int = 0):
         self._device = device
-        self._dtype, self._tp, self._head_dim = dtype, tp, head_dim
+        self._dtype, self._tp, self._head_dim, self._num_experts = dtype, tp, head_dim, num_experts
         self._mlp_multiple = tp * _CPU_MLP_MULTIPLE if device == "cpu" else tp
         self._waiting: dict[str, dict[int, torch.Tensor]] = {}
         self.ranks: list[dict[str, str]] = [{} for _ in range(tp)]
@@ -41,7 +49,13 @@ class ChecksumCollector:
 
     def emptied(self) -> "ChecksumCollector":
         """One for other weights of the same servers."""
-        return ChecksumCollector(device=self._device, dtype=self._dtype, tp=self._tp, head_dim=self._head_dim)
+        return ChecksumCollector(
+            device=self._device,
+            dtype=self._dtype,
+            tp=self._tp,
+            head_dim=self._head_dim,
+            num_experts=self._num_experts,
+        )
 
     def merge(self, other: "ChecksumCollector") -> None:
         """Take up what another one has collected of the same model."""
@@ -64,20 +78,39 @@ class ChecksumCollector:
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         prefix, layer, kind = _split_name(name)
-        if layer not in _PARTS:
+        if expert := _EXPERT.fullmatch(name):
+            fused, place, count = _EXPERT_PARTS[layer]
+            place += int(expert["expert"]) * count
+            if parts := self._complete(f"{expert['prefix']}{fused}", place, tensor, count * self._num_experts):
+                self._hash_experts(f"{expert['prefix']}{fused}", parts, count)
+        elif layer in _PARTS:
+            fused, place, count = _PARTS[layer]
+            if parts := self._complete(f"{prefix}{fused}.{kind}", place, tensor, count):
+                shards = [torch.cat([self._rows(part, rank, fused) for part in parts]) for rank in range(self._tp)]
+                self._hash_shards(f"{prefix}{fused}.{kind}", shards)
+        else:
             shards = [self._shard(layer, tensor, rank) for rank in range(self._tp)]
             if shards[0] is not None:
                 self._hash_shards(name, shards)
-            return
-        fused, place, count = _PARTS[layer]
-        fused_name = f"{prefix}{fused}.{kind}"
-        parts = self._waiting.setdefault(fused_name, {})
+
+    def _complete(self, fused: str, place: int, tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """All parts of a fused weight in their order, with the last of them; [] before."""
+        parts = self._waiting.setdefault(fused, {})
         parts[place] = tensor
-        if len(parts) == count:
-            del self._waiting[fused_name]
-            ordered = [parts[place] for place in range(count)]
-            shards = [torch.cat([self._rows(part, rank, fused) for part in ordered]) for rank in range(self._tp)]
-            self._hash_shards(fused_name, shards)
+        if len(parts) < count:
+            return []
+        del self._waiting[fused]
+        return [parts[place] for place in range(count)]
+
+    def _hash_experts(self, fused: str, parts: list[torch.Tensor], count: int) -> None:
+        """parts: `count` of each expert, [width, hidden] each of w13, or [hidden, width] of w2."""
+        dim = 0 if count == 2 else 1
+        shards = []
+        for rank in range(self._tp):
+            shares = [_padded(part, self._mlp_multiple, dim).chunk(self._tp, dim)[rank] for part in parts]
+            experts = [torch.cat(shares[start : start + count]) for start in range(0, len(shares), count)]
+            shards.append(torch.stack(experts))
+        self._hash_shards(fused, shards)
 
     def _rows(self, part: torch.Tensor, rank: int, fused: str) -> torch.Tensor:
         """Rows of a rank; key-value heads are repeated where there are fewer of them than ranks."""
@@ -96,12 +129,17 @@ class ChecksumCollector:
             return _padded(tensor, self._mlp_multiple, dim=1).chunk(self._tp, dim=1)[rank]
         if layer == "o_proj" and tensor.ndim == 2:
             return tensor.chunk(self._tp, dim=1)[rank]
-        return tensor if layer.endswith("norm") or layer in ("down_proj", "o_proj") else None
+        return tensor if layer.endswith("norm") or layer in ("gate", "down_proj", "o_proj") else None
 
     def _hash_shards(self, name: str, shards: list[torch.Tensor]) -> None:
         compute = _hash_on_cuda if self._device == "cuda" else _hash_on_cpu
         for rank, shard in enumerate(shards):
             self.ranks[rank][name] = compute(shard.contiguous())
+
+
+def count_experts(names: Iterable[str]) -> int:
+    """Experts of a layer of the model that has weights of these names; 0 where it is dense."""
+    return max((int(expert["expert"]) + 1 for name in names if (expert := _EXPERT.fullmatch(name))), default=0)
 
 
 def _split_name(name: str) -> tuple[str, str, str]:

@@ -11,7 +11,7 @@ import aiohttp
 # Below the 5 s after which the server closes an idle connection: else a request could meet the closing one.
 _KEEP_ALIVE_S = 3.0
 _CONNECT_LIMIT_S = 10.0
-_MAX_LINE_BYTES = 1 << 20
+_MAX_LINE_BYTES = 4 << 20  # an event with the support of some hundred tokens
 _SHOWN_CHARS = 600
 
 

@@ -24,7 +24,8 @@ class ServerInfo:
 
     context_length: tokens of the longest sample, prompt counted. max_prompt_tokens: of the longest prompt, a bit fewer.
     device, dtype: of the weights. tp: ranks that share them. deterministic: it takes samples' seeds.
-    weight_version: text that the last weight update came with; `default` before the first.
+    weight_version: text that the last weight update came with; `default` before the first. model_type: of its model's
+    config.
     """
 
     context_length: int
@@ -34,6 +35,7 @@ class ServerInfo:
     deterministic: bool
     tp: int
     weight_version: str
+    model_type: str
 
 
 class ServerControl:
@@ -63,6 +65,7 @@ class ServerControl:
             deterministic=server["enable_deterministic_inference"],
             tp=server["tp_size"],
             weight_version=model["weight_version"],
+            model_type=model["model_type"],
         )
 
     async def running(self) -> int:

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from unirl.errors import UserError
+from unirl.observe.pool_folder import PoolFolder
 from unirl.rollout.engine import ProgressCallback
 from unirl.rollout.sglang.background import BackgroundLoop
 from unirl.rollout.sglang.client import RequestRefusedError, ServerLostError
 from unirl.rollout.sglang.control import PauseMode, ServerControl
 from unirl.rollout.sglang.fleet import Fleet, FleetLimits
 from unirl.rollout.sglang.model import ModelFacts
+from unirl.rollout.sglang.pool import Pool, check_alike, find_server
 from unirl.rollout.sglang.publisher import Publisher
 from unirl.rollout.sglang.sample import Room, Sample
 from unirl.rollout.sglang.server import Server, Source
@@ -74,7 +76,8 @@ class SGLangRolloutEngine:
         Raises UserError where a server does not start or is not what the options ask for.
         """
         self.weight_version = 0
-        self._model = ModelFacts(Path(model_path))
+        self._model_path = Path(model_path)
+        self._model = ModelFacts(self._model_path)
         self._transfer = transfer
         self._options = options or EngineOptions()
         self._num_resubmitted = 0
@@ -82,6 +85,7 @@ class SGLangRolloutEngine:
         self._paused: PauseMode | None = None
         self._memory_released = False
         self._closed = False
+        self._pool: Pool | None = None
         self._loop = BackgroundLoop("sglang-engine")
         try:
             self._fleet: Fleet = self._loop.run(self._start(servers, limits or FleetLimits(), api_key))
@@ -97,22 +101,56 @@ class SGLangRolloutEngine:
         )
 
     async def _start(self, servers: Sequence[Source], limits: FleetLimits, api_key: str | None) -> Fleet:
-        fleet = Fleet([Server(source, api_key=api_key) for source in servers], limits)
-        try:
-            await fleet.start()
-            for server in fleet.servers:
-                self._check_server(server)
-        except BaseException:
-            await fleet.close()
-            raise
+        fleet = Fleet([Server(source, api_key=api_key) for source in servers], limits, self._check_server)
+        await fleet.start()
         return fleet
 
-    def _check_server(self, server: Server) -> None:
+    def _check_server(self, server: Server, others: Sequence[Server]) -> None:
+        """Raises UserError where the server cannot stand in for `others`."""
         if self._options.deterministic and not server.info.deterministic:
             raise UserError(
                 f"{server} does not take seeds: start it with --enable-deterministic-inference, or set "
                 "rollout.deterministic=false (samples then differ from run to run)"
             )
+        if others:
+            check_alike(server, others, self._model)
+
+    def add_server(self, source: Source, *, api_key: str | None = None) -> str:
+        """Take in one more server while samples are drawn, or at any other time: launch it, or attach to its URL.
+
+        Returns its name when it takes samples: checked, and with the weights that the others have. That can last until
+        the next `update_weights`, where the transfer keeps no weights and the policy may change, and until servers that
+        are paused or without memory are in use again; so call it from another thread than those.
+
+        Raises UserError where it does not start, is not like the others or does not take the weights.
+        """
+        self._check_open()
+        return self._loop.run(self._add_server(source, api_key))
+
+    async def _add_server(self, source: Source, api_key: str | None) -> str:
+        server = Server(source, api_key=api_key)
+        for known in (*self._fleet.servers, *self._fleet.joining):
+            if server.is_attached and known.endpoint[0] == server.endpoint[0]:
+                raise UserError(f"{server} is one of the pool already, as {known.name}")
+        await self._fleet.add(server)
+        return server.name
+
+    def remove_server(self, server: str, *, limit_s: float = 600.0) -> None:
+        """Let a server (its name or URL) go when its samples are finished; after `limit_s` they go on elsewhere.
+
+        Raises UserError where there is no such server, or no other one is up.
+        """
+        self._check_open()
+        self._loop.run(self._remove_server(server, limit_s))
+
+    async def _remove_server(self, name_or_url: str, limit_s: float) -> None:
+        await self._fleet.drain(find_server(self._fleet, name_or_url), limit_s)
+
+    def open_pool(self, path: Path) -> None:
+        """Let `python -m unirl.cluster` show, add and remove servers by way of the folder `path`, until `close`."""
+        self._check_open()
+        self._pool = Pool(PoolFolder(path), self._model_path, self._fleet, self._add_server, self._remove_server)
+        self._loop.run(self._pool.open())
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_progress: ProgressCallback | None = None
@@ -192,7 +230,11 @@ class SGLangRolloutEngine:
         """
         self._check_open()
         source = weights if isinstance(weights, WeightSource) else LocalWeights.holding(weights)
-        self._publisher.stage(source, version)
+        self._loop.run(self._publisher.hold())
+        try:
+            self._publisher.stage(source, version)
+        finally:
+            self._loop.run(self._publisher.let_go())
         self._weights_known = False
         if self._memory_released:
             self._loop.run(self._take_memory())
@@ -226,8 +268,11 @@ class SGLangRolloutEngine:
         await control.release_memory(timeout_s=self._options.release_timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """See `RolloutEngine.metrics`: servers restarted, samples that went on elsewhere, speed of the last update."""
+        """See `RolloutEngine.metrics`: servers that are up, restarts, samples that went on elsewhere, speed of the last
+        update.
+        """
         return {
+            "rollout/servers": len(self._fleet.living()),
             "rollout/server_restarts": self._fleet.num_restarts,
             "rollout/samples_resubmitted": self._num_resubmitted,
             **self._publisher.metrics(),
@@ -279,6 +324,8 @@ class SGLangRolloutEngine:
         if self._closed:
             return
         self._closed = True
+        if self._pool is not None:
+            self._loop.run(self._pool.close())
         self._loop.run(self._fleet.close())
         self._loop.close()
         self._transfer.close()

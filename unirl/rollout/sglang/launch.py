@@ -117,7 +117,8 @@ def environment(options: ServerOptions) -> dict[str, str]:
     """Environment variables of the server."""
     env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     bypass = [value for name in ("no_proxy", "NO_PROXY") if (value := os.environ.get(name))]
-    env["no_proxy"] = env["NO_PROXY"] = ",".join([*bypass, options.host, "127.0.0.1", "localhost"])
+    ours = dict.fromkeys(["127.0.0.1", "localhost", options.host])
+    env["no_proxy"] = env["NO_PROXY"] = ",".join([*bypass, *ours])
     # Ours is the limit that counts.
     env["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(int(options.health_timeout_s) + 5)
     if Path(options.model_path).is_dir():

@@ -41,5 +41,9 @@ class ModelFacts:
             raise ValueError(
                 f"{where}: expected max_new_tokens >= 1, temperature >= 0 and 0 < top_p <= 1, found {params}"
             )
+        if params.return_support and params.top_k > self.vocab_size:
+            raise ValueError(
+                f"{where}: found top_k={params.top_k}, more than the vocabulary of {self.vocab_size} tokens"
+            )
         if any(seed < 0 for seed in request.seeds):
             raise ValueError(f"{where}: expected seeds >= 0, found {request.seeds}")

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import torch
 
 from unirl.errors import UserError
-from unirl.rollout.sglang.checksums import ChecksumCollector
+from unirl.rollout.sglang.checksums import ChecksumCollector, count_experts
 from unirl.rollout.sglang.client import ServerLostError
 from unirl.rollout.sglang.control import PauseMode
 from unirl.rollout.sglang.fleet import Fleet
@@ -41,11 +41,20 @@ class Publisher:
         self._checksum_timeout_s = checksum_timeout_s
         self._num_published = 0
         self._sums: ChecksumCollector | None = None
+        self._version = 0
         self._seconds = 0.0
         self._cache_is_stale = False
         self._num_resting = 0
         self._weights_rest = asyncio.Event()
         self._sending = asyncio.Lock()
+
+    async def hold(self) -> None:
+        """No server is given weights by itself until `let_go`: those that are at hand are about to be replaced."""
+        await self._sending.acquire()
+
+    async def let_go(self) -> None:
+        """See `hold`."""
+        self._sending.release()
 
     def stage(self, weights: WeightSource, version: int) -> None:
         """Take up weights. Raises ValueError where they are not the model's, and then no server sees any of them;
@@ -54,6 +63,7 @@ class Publisher:
         started = time.perf_counter()
         self._sums = self._checksums_if_due()
         self._transfer.stage(Update(weights, version, self._model.weights, self._sums))
+        self._version = version
         self._seconds = time.perf_counter() - started
 
     def _checksums_if_due(self) -> ChecksumCollector | None:
@@ -62,7 +72,11 @@ class Publisher:
             return None
         info = self._fleet.servers[0].info
         sums = ChecksumCollector(
-            device=info.device, dtype=getattr(torch, info.dtype), tp=info.tp, head_dim=self._model.head_dim
+            device=info.device,
+            dtype=getattr(torch, info.dtype),
+            tp=info.tp,
+            head_dim=self._model.head_dim,
+            num_experts=count_experts(self._model.weights),
         )
         if unknown := sums.unknown(self._model.weights):
             raise UserError(
@@ -79,7 +93,7 @@ class Publisher:
 
         Raises WeightSyncError where a server refuses them or holds others afterwards, UserError where none is left.
         """
-        self._fleet.restore = self._restore
+        self._fleet.weights = self
         async with self.weights_rest():
             async with self._fleet.all_locked():  # a revival in progress ends first
                 if paused is None:
@@ -137,23 +151,29 @@ class Publisher:
             return self._fleet.report_lost(server)
         if outcome is not None:
             raise WeightSyncError(f"{server} refused the weights: {outcome}{await server.log_tail()}") from outcome
+        server.weight_version = self._version
         try:
             await self._verify(server, self._sums)
         except ServerLostError:
             self._fleet.report_lost(server)
 
-    async def _restore(self, server: Server) -> None:
-        """Give a revived server what was published last, once that is at rest."""
-        while True:
-            if not self._transfer.keeps_weights:
-                await self._weights_rest.wait()
-            async with self._sending:
-                if self._transfer.keeps_weights or self._weights_rest.is_set():
-                    [outcome] = await self._transfer.send([server])
-                    break
+    async def at_hand(self) -> None:
+        """See `WeightGiver`."""
+        if not self._transfer.keeps_weights:
+            await self._weights_rest.wait()
+
+    async def give(self, server: Server) -> bool:
+        """See `WeightGiver`."""
+        async with self._sending:
+            if not self._transfer.keeps_weights and not self._weights_rest.is_set():
+                return False
+            version, sums = self._version, self._sums
+            [outcome] = await self._transfer.send([server])
         if outcome is not None:
             raise outcome
-        await self._verify(server, self._sums)
+        server.weight_version = version
+        await self._verify(server, sums)
+        return True
 
     async def _verify(self, server: Server, sums: ChecksumCollector | None) -> None:
         if sums is None:

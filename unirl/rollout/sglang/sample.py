@@ -1,6 +1,7 @@
 """One sample on its way: what is asked for it, and what has come so far, whichever servers it came from."""
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,7 @@ class Sample:
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
         self.weight_versions: list[int] = []
+        self.support: list[array] = []
         self.status: SampleStatus | None = None
         self._asked_at = 0
 
@@ -56,7 +58,9 @@ class Sample:
         return {
             "input_ids": [*self.request.prompt_ids, *self.token_ids],
             "stream": True,
-            "return_logprob": True,
+            # The support comes with log-probs of its own, renormalised over it.
+            "return_logprob": not params.return_support,
+            "return_sampling_mask": params.return_support,
             "sampling_params": {
                 "max_new_tokens": self.limit - len(self.token_ids),
                 "temperature": params.temperature,
@@ -79,9 +83,12 @@ class Sample:
         if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
             raise RequestRefusedError(f"the server gave up a sample: {reason.get('message')}")
         token_ids = event["output_ids"]
-        log_probs = [math.nan if entry[0] is None else entry[0] for entry in meta.get("output_token_logprobs", ())]
         self.token_ids += token_ids
-        self.log_probs += log_probs[len(log_probs) - len(token_ids) :]
+        if self.request.params.return_support:
+            self._take_support(len(token_ids), meta)
+        else:
+            entries = _last(len(token_ids), meta.get("output_token_logprobs", ()))
+            self.log_probs += [math.nan if entry[0] is None else entry[0] for entry in entries]
         self.weight_versions += [_version(meta["weight_version"])] * len(token_ids)
         for span in meta.get("weight_versions", ()):
             start = self._asked_at + span["start"]
@@ -89,6 +96,13 @@ class Sample:
             self.weight_versions[start:end] = [_version(span["version"])] * (end - start)
         if reason is not None:
             self._finish(reason["type"])
+
+    def _take_support(self, count: int, meta: dict[str, Any]) -> None:
+        """The tokens that each of the last `count` tokens was drawn from, as the server's sampler had them."""
+        if count and "output_token_sampling_mask" not in meta:
+            raise RequestRefusedError("the server does not say what it sampled from: replay needs SGLang 0.5.23")
+        self.support += [array("i", row) for row in _last(count, meta.get("output_token_sampling_mask", ()))]
+        self.log_probs += _last(count, meta.get("output_token_sampling_logprobs", ()))
 
     def close_if_complete(self) -> None:
         """Note that nothing is missing, where the server was lost between the last token and the word that it was; or
@@ -119,7 +133,13 @@ class Sample:
             log_probs=tuple(self.log_probs),
             status=self.status,
             weight_versions=tuple(self.weight_versions),
+            support=tuple(self.support) if self.request.params.return_support else None,
         )
+
+
+def _last(count: int, values: Sequence) -> Sequence:
+    """The last `count` values: an event brings those of its own tokens, or of all tokens so far."""
+    return values[len(values) - count :]
 
 
 def _version(text: str) -> int:

@@ -74,7 +74,10 @@ Source = ServerOptions | Launcher | str
 class Server:
     """A server that samples can be sent to while it is UP.
 
-    state: see `ServerState`; in_flight: samples that it has; restarts: since weights last reached it.
+    name: given by the fleet, for people to say which one they mean.
+    state: see `ServerState`; in_flight: samples that it has.
+    restarts: since weights last reached it; lives: starts so far.
+    weight_version: of the weights that it was given last; None before the first.
     lock: held while it is revived and while its weights change, so that neither meets the other.
     suspected: set by whoever finds it silent or gone, for the supervisor to look at.
     """
@@ -86,11 +89,14 @@ class Server:
         self._process: RunningServer | None = None
         self._last_url: str | None = None
         self._control: ServerControl | None = None
+        self.name = ""
         self.info: ServerInfo | None = None
         self.state = ServerState.DOWN
         self.failure = ""
         self.in_flight = 0
         self.restarts = 0
+        self.lives = 0
+        self.weight_version: int | None = None
         self.lock = asyncio.Lock()
         self.suspected = asyncio.Event()
         self.last_heard = 0.0
@@ -117,6 +123,17 @@ class Server:
         """URL and API key."""
         return (self._process.url, self._process.api_key) if self._process else (self._source, self._api_key)
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether it was started by somebody else, who looks after its process."""
+        return isinstance(self._source, str)
+
+    @property
+    def address(self) -> str | None:
+        """Its URL; None while one that is launched here has no process."""
+        url = self.endpoint[0]
+        return url if isinstance(url, str) else None
+
     def __str__(self) -> str:
         return f"server {self._last_url or self._source}"
 
@@ -135,6 +152,7 @@ class Server:
             self.info = await self._control.info()
         except RequestRefusedError as error:
             raise ServerLostError(f"{self} does not take our requests: {error}") from error
+        self.lives += 1
         self.heard()
 
     async def _wait_ready(self, limit_s: float) -> None:

@@ -13,7 +13,7 @@ from unirl.train.megatron.hosted import of_all_rows
 from unirl.train.megatron.model import context_split
 from unirl.train.megatron.policy import MegatronPolicy
 from unirl.train.megatron.training import Trained
-from unirl.train.megatron.weights import export_hf, feed_stage, iterate_weights
+from unirl.train.megatron.weights import export_hf, feed_stage, iterate_weights, stage_shapes
 from unirl.train.packing import MicroBatch
 
 LossFn = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict]]
@@ -59,7 +59,7 @@ class MegatronActor(Trained, MegatronPolicy):
         def loss_of(batch: MicroBatch, output: torch.Tensor):
             return (
                 self._fused_loss(loss_fn, batch, output)
-                if fused
+                if fused and batch.support is None  # it is of the whole vocabulary
                 else loss_fn(batch, *self._token_log_probs(batch, output))
             )
 
@@ -90,6 +90,10 @@ class MegatronActor(Trained, MegatronPolicy):
         every rank calls this. Names, values and order are those of `export_weights`.
         """
         return feed_stage(self.chunks, consume, stage)
+
+    def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of what `feed_weights` gives this rank; it waits for no other rank."""
+        return stage_shapes(self.chunks)
 
     def export_hf(self, folder: Path) -> None:
         """Write a new Hugging Face folder: weights, config and tokenizer; all ranks call it, rank 0 writes.

@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from unirl.config.schema import ModelConfig, ParallelConfig
-from unirl.kernels import linear_token_logprob, token_logprob
+from unirl.kernels import linear_support_logprob, linear_token_logprob, support_logprob, token_logprob
 from unirl.train.megatron.architecture import Architecture
 from unirl.train.megatron.hosted import HostedModel, of_all_rows
 from unirl.train.megatron.model import PolicyModel, context_split
@@ -57,10 +57,17 @@ class MegatronPolicy(HostedModel):
 
     def _token_log_probs(self, batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """output: logits [R, V], or hidden states [R, H] where the logits are not stored, of the response tokens and of
-        the vocabulary of this rank -> log-probs and entropies of all response tokens [R].
+        the vocabulary of this rank -> log-probs and entropies of all response tokens [R], among the tokens that they
+        were drawn from where the micro-batch says which these are.
         """
         split = context_split(batch)
-        targets = batch.targets if split is None else batch.targets[split.rows]
+        of_logits, of_hidden = token_logprob, linear_token_logprob
+        rows = [batch.targets]
+        if batch.support is not None:
+            of_logits, of_hidden = support_logprob, linear_support_logprob
+            rows.append(batch.support)
+        if split is not None:
+            rows = [values[split.rows] for values in rows]
         options = {
             "temperature": self.temperature,
             "vocab": self.vocab_size,
@@ -68,9 +75,7 @@ class MegatronPolicy(HostedModel):
             "group": self._vocab_group,
         }
         if self.logits_chunk_tokens is None:
-            found = token_logprob(output, targets, **options)
+            found = of_logits(output, *rows, **options)
         else:
-            found = linear_token_logprob(
-                output, self.model.head_weight, targets, chunk_tokens=self.logits_chunk_tokens, **options
-            )
+            found = of_hidden(output, self.model.head_weight, *rows, chunk_tokens=self.logits_chunk_tokens, **options)
         return of_all_rows(batch, *found)

@@ -108,13 +108,29 @@ def feed_stage(chunks: Sequence[PackedModel], consume: Callable[[Iterator], Any]
     weights = iterate_weights(chunks, receivers="stages")
     if parallel_state.get_pipeline_model_parallel_rank() != stage:
         return None
-    first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-    is_first = first_replica and parallel_state.get_tensor_model_parallel_rank() == 0
     try:
-        return consume(weights) if is_first else None
+        return consume(weights) if _is_first_of_stage() else None
     finally:
         for _ in weights:  # the other ranks wait for this one, also where it gave up
             pass
+
+
+def stage_shapes(chunks: Sequence[PackedModel]) -> list[tuple[str, tuple[int, ...]]]:
+    """Hugging Face name and full shape of what `feed_stage` gives this rank, [] where it gives nothing.
+
+    From this rank's own shards, which those of other ranks are like: nothing is gathered.
+    """
+    if not _is_first_of_stage():
+        return []
+    model, own = chunks[0], global_parameters(chunks)
+    shapes = []
+    for weight in weight_maps(model.architecture, model.vocab_size):
+        shard = own.get(weight.name if weight.expert is None else _own_expert(model, weight))
+        if shard is None or not weight.exported:
+            continue
+        shards = [torch.empty_like(shard, device="meta")] * tensor_group(weight).size()
+        shapes += [(name, tuple(tensor.shape)) for name, tensor in weight.merge(shards)]
+    return shapes
 
 
 def global_parameters(chunks: Sequence[PackedModel]) -> dict[str, torch.nn.Parameter]:
@@ -146,13 +162,12 @@ class _FullTensors:
     def __init__(self, model: PackedModel, tensors: dict[str, torch.Tensor], receivers: Receivers):
         self._tensors = tensors
         self._maps = [weight for weight in weight_maps(model.architecture, model.vocab_size) if weight.exported]
-        self._local_experts = _local_experts(model)
+        self._model = model
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._across_stages = receivers != "stages"
         self._owners = self._find_owners()
-        first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        first_of_stage = first_replica and parallel_state.get_tensor_model_parallel_rank() == 0
-        self._sends = first_replica or receivers == "all"
+        first_of_stage = _is_first_of_stage()
+        self._sends = _is_first_replica() or receivers == "all"
         self._receives = {
             "all": True,
             "first": first_of_stage and self._stage == 0,
@@ -185,7 +200,7 @@ class _FullTensors:
         owners = {name: owner for owned in by_stage for name, owner in owned.items()}
         for weight in self._maps:
             if weight.expert is not None:  # this expert-parallel rank's experts say which stage has the layer
-                owners.setdefault(weight.name, owners[self._own_expert(weight)])
+                owners.setdefault(weight.name, owners[_own_expert(self._model, weight)])
         return owners
 
     def _from_expert_rank(self, weight: WeightMap, shard: torch.Tensor | None) -> torch.Tensor:
@@ -194,7 +209,7 @@ class _FullTensors:
             return shard
         if shard is None:
             shard = self._empty(weight)
-        source = dist.get_global_rank(group, weight.expert // self._local_experts)
+        source = dist.get_global_rank(group, weight.expert // _local_experts(self._model))
         dist.broadcast(shard, source, group=group)
         return shard
 
@@ -206,11 +221,6 @@ class _FullTensors:
             shard = self._empty(weight)
         dist.broadcast(shard, dist.get_global_rank(group, self._owners[weight.name].stage), group=group)
         return shard
-
-    def _own_expert(self, weight: WeightMap) -> str:
-        """The name of the same weight of an expert of this expert-parallel rank."""
-        first = parallel_state.get_expert_model_parallel_rank() * self._local_experts
-        return _EXPERT.sub(str(first + weight.expert % self._local_experts), weight.name)
 
     def _empty(self, weight: WeightMap) -> torch.Tensor:
         owner = self._owners[weight.name]
@@ -240,6 +250,21 @@ def tensor_group(weight: WeightMap) -> dist.ProcessGroup:
     if weight.expert is None:
         return parallel_state.get_tensor_model_parallel_group()
     return parallel_state.get_expert_tensor_parallel_group()
+
+
+def _is_first_replica() -> bool:
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+
+
+def _is_first_of_stage() -> bool:
+    return _is_first_replica() and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _own_expert(model: PackedModel, weight: WeightMap) -> str:
+    """The name of the same weight of an expert of this expert-parallel rank."""
+    count = _local_experts(model)
+    first = parallel_state.get_expert_model_parallel_rank() * count
+    return _EXPERT.sub(str(first + weight.expert % count), weight.name)
 
 
 def _local_experts(model: PackedModel) -> int:

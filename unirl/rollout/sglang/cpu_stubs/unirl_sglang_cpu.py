@@ -1,12 +1,32 @@
-"""SGLang plugin of a CPU server: seeded sampling, which SGLang allows with CUDA attention back-ends only.
+"""SGLang plugin of a CPU server: seeded sampling, and weight updates that reuse memory.
 
-SGLang takes a request's own seed where `--enable-deterministic-inference` is on. That option also swaps in Triton
-kernels whose rounding does not depend on the batch; they do not exist for CPU, so here the option means seeds alone.
+Seeds: SGLang takes a request's own seed where `--enable-deterministic-inference` is on, which it allows with CUDA
+attention back-ends only. That option also swaps in Triton kernels whose rounding does not depend on the batch; they do
+not exist for CPU, so here the option means seeds alone.
+
+Memory: a page that is new to a process costs several times what copying its content does. A server maps the trainer's
+shared memory anew for each bucket of an update by tensor, and receives a broadcast into new memory; on a GPU, where a
+mapping lives in the driver and memory comes from torch's cache, neither matters.
 """
+
+import ctypes
+from collections import deque
+
+_KEPT_BUFFERS = 4
+"""Two that a trainer fills in turn, for each of two pipeline stages."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_REUSED = 256 * 2**20
 
 
 def register() -> None:
     """Called by SGLang at the start of each of its processes (entry point `sglang.srt.plugins`)."""
+    _allow_seeds()
+    _keep_shared_buffers()
+    _keep_freed_memory()
+
+
+def _allow_seeds() -> None:
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -17,3 +37,27 @@ def register() -> None:
         lambda original, runner: None,
         HookType.AROUND,
     )
+
+
+def _keep_shared_buffers() -> None:
+    """The last buffers of `/update_weights_from_tensor` stay mapped, so that torch finds them when they come again."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    kept = deque(maxlen=_KEPT_BUFFERS)
+
+    def keep(original, worker, payloads):
+        update = original(worker, payloads)
+        if isinstance(update, dict):
+            storage = update["flattened_tensor"].untyped_storage()
+            if all(storage.data_ptr() != other.data_ptr() for other in kept):
+                kept.append(storage)
+        return update
+
+    HookRegistry.register("sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank", keep, HookType.AROUND)
+
+
+def _keep_freed_memory() -> None:
+    """The C library gives blocks of up to `_LARGEST_REUSED` bytes out again before it asks the kernel for new pages."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_REUSED)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_REUSED)
