@@ -3,7 +3,9 @@
 import os
 import secrets
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -161,10 +163,12 @@ def _remove_stale_folders() -> None:
 
 @contextmanager
 def _sigterm_as_it_is() -> Iterator[None]:
-    """While entered, Ray leaves SIGTERM alone, which it would take for itself to exit."""
+    """While entered, Ray does not take SIGTERM for itself to exit; what its native part has taken is given back."""
     taken = ray._private.utils.set_sigterm_handler
     ray._private.utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
         ray._private.utils.set_sigterm_handler = taken
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))

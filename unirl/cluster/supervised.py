@@ -69,7 +69,7 @@ class SupervisedGroup:
         options: ClusterOptions,
         say: Callable[[str], None],
         worker: type[Seated] = RayWorker,
-        crew: type[Crew] = Crew,
+        crew: Callable[..., Crew] = Crew,
     ):
         self.grid = grid
         self._options = options

@@ -51,6 +51,7 @@ class StopSignal:
             raise StopRequested
 
     def _handle(self, number: int, frame) -> None:
+        signal.alarm(0)  # Ray, where it got SIGTERM first, would abort the process in a moment
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
