@@ -7,8 +7,10 @@ from rich.console import Console
 
 from unirl.config.command import Command, help_text, parse
 from unirl.config.compose import compose, to_yaml
+from unirl.config.schema import TrainConfig
 from unirl.config.summary import print_summary
 from unirl.errors import UserError
+from unirl.trainer.interrupt import StopRequested, StopSignal
 from unirl.utils.terminal import print_text
 
 EXIT_USER_ERROR = 2
@@ -41,9 +43,20 @@ def _execute(command: Command) -> int:
     if command.purpose == "plan":
         print_summary(config, Console(highlight=False, soft_wrap=True))
         return 0
-    from unirl.trainer.ar import ARTrainer  # torch, Megatron and transformers load only now, for a config that is valid
+    return _train(config)
 
-    return ARTrainer(config, to_yaml(config)).fit()
+
+def _train(config: TrainConfig) -> int:
+    with StopSignal() as stop:
+        try:
+            with stop.abandonable():
+                from unirl.trainer.ar import ARTrainer  # torch, Megatron, transformers: only for a config that is valid
+
+                trainer = ARTrainer(config, to_yaml(config), stop)
+        except StopRequested:
+            print("stopped before the first iteration; start again with the same command")
+            return EXIT_INTERRUPTED
+        return trainer.fit()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """A real actor that dies, or stops, at a given point of its work."""
 
 import os
+import pickle
 import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -20,8 +22,9 @@ class Faults:
 
     folder: Path
 
-    def plan(self, where: str, rank: int, how: signal.Signals) -> None:
-        (self.folder / f"{where}-{rank}").write_text(str(int(how)))
+    def plan(self, where: str, rank: int, how: signal.Signals | Exception | Literal["node"]) -> None:
+        """A signal that the rank gets, an error that it raises, or its node is lost."""
+        (self.folder / f"{where}-{rank}").write_bytes(pickle.dumps(how))
 
     def planned(self) -> list[str]:
         return [path.name for path in self.folder.iterdir()]
@@ -29,9 +32,14 @@ class Faults:
     def strike(self, where: str) -> None:
         path = self.folder / f"{where}-{dist.get_rank() if dist.is_initialized() else 0}"
         if path.exists():
-            how = int(path.read_text())
+            how = pickle.loads(path.read_bytes())
             path.unlink()
-            os.kill(os.getpid(), how)
+            if isinstance(how, Exception):
+                raise how
+            if how == "node":
+                os.kill(os.getppid(), signal.SIGKILL)  # its raylet
+            else:
+                os.kill(os.getpid(), how)
             time.sleep(60)  # another thread may take the signal first: this one must not go on until it has
 
 

@@ -10,3 +10,8 @@ class Bystander(Seated):
 
     def wait_s(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    def flood(self, lines: int) -> None:
+        """Computes and prints without a pause."""
+        for number in range(lines):
+            print(f"line {number} of {lines}", "." * 200, flush=True)

@@ -47,7 +47,7 @@ def make_crew(plan: Placement) -> tuple[Crew, Reservation]:
 
 
 def dismiss(crew: Crew, reservation: Reservation) -> None:
-    crew.dismiss()
+    crew._kill(range(len(crew)))
     reservation.release()
 
 
@@ -182,6 +182,16 @@ def test_a_server_moves_from_a_lost_node_while_there_is_another(nodes, make_proc
 
 def node_at(cluster, address: str):
     return next(node for node in cluster.worker_nodes if node.node_ip_address == address)
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_that_floods_its_log_tells_what_it_does_and_does_not_count_as_lost(nodes):
+    crew, reservation = make_crew(place(RankGrid(), devices_per_node=8))
+    flooding = {0: crew.submit(0, "flood", 200_000)}
+    assert crew.silent([0]) == {}
+    assert "in flood" in crew.stacks()[0]
+    crew.gather(flooding, "flooding", timeout_s=200)
+    dismiss(crew, reservation)
 
 
 @pytest.mark.timeout(300)

@@ -56,6 +56,6 @@ def test_what_cannot_be_placed_names_the_nearest(grid, options, message):
 def test_who_reports_and_who_holds_the_same():
     grid = RankGrid(tp=2, pp=2, cp=2, dp=2)
     assert grid.reporting_ranks == (8, 12)
-    assert grid.replicas(9) == (9, 11, 13, 15)
+    assert grid.outer_replicas(9) == (9, 15)
     with pytest.raises(ValueError, match="expected 0 to 15"):
         grid.coordinates(16)

@@ -5,12 +5,12 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.cluster.conftest import RAY, TWO_RANKS, policy_bytes, read_until
 from tests.trainer.conftest import (  # noqa: F401 - fixtures
     ENVIRONMENT,
     REPLAY,
@@ -26,17 +26,7 @@ from tests.trainer.conftest import (  # noqa: F401 - fixtures
 if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed", allow_module_level=True)
 
-_RAY = ("num_devices=2", "cluster.object_store_gb=0.2", "cluster.heartbeat_s=10")
-TWO_RANKS = (*_RAY, "parallel.tp=2")
-PIPELINE = (*_RAY, "parallel.pp=2")
-
-
-@pytest.fixture(scope="module")
-def two_ranks(train, tmp_path_factory) -> Path:  # noqa: F811
-    run_dir = tmp_path_factory.mktemp("two") / "run"
-    finished = train(run_dir, *TWO_RANKS)
-    assert finished.returncode == 0, finished.stderr
-    return run_dir
+PIPELINE = (*RAY, "parallel.pp=2")
 
 
 def assert_learns_the_same(run_dir: Path, undisturbed: Path) -> None:  # noqa: F811
@@ -82,15 +72,4 @@ def test_the_run_outlives_a_rank_and_goes_on_after_its_driver(two_ranks, command
     finished = train(run_dir, *TWO_RANKS, "resume=auto")
     assert finished.returncode == 0, finished.stderr
     assert timeless(read_metrics(run_dir)) == timeless(read_metrics(two_ranks))
-    policies = [(folder / "policy" / "model.safetensors").read_bytes() for folder in (run_dir, two_ranks)]
-    assert policies[0] == policies[1]
-
-
-def read_until(driver: subprocess.Popen, text: str) -> str:
-    """The first line of the driver's output with the text."""
-    deadline = time.monotonic() + 120
-    for line in driver.stdout:
-        if text in line:
-            return line
-        assert time.monotonic() < deadline
-    raise AssertionError(f"the driver ended before {text!r}")
+    assert policy_bytes(run_dir) == policy_bytes(two_ranks)

@@ -1,8 +1,10 @@
 """Two real ranks on Ray: they agree with one process, and come back from what kills or stops them to the same bits."""
 
+import errno
 import importlib.util
 import itertools
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -155,6 +157,31 @@ def test_an_error_of_the_program_comes_as_it_is_and_the_workers_stay(run, undist
         run.actor.forward_backward(make_batches(2), FailingLoss())
     assert "in forward_backward" in str(raised.value.__cause__), "with the traceback of the worker"
     assert_equal(run.train(), undisturbed)
+
+
+@pytest.mark.timeout(180)
+def test_an_error_of_one_rank_comes_first_and_the_others_do_not_hang(run, undisturbed):
+    run.faults.plan("forward", 1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as raised:
+        run.actor.forward_backward(make_batches(2), StrikingLoss(run.faults))
+    assert "in forward_backward" in str(raised.value.__cause__), "with the traceback of the rank"
+    report = max((run.folder / "reports").iterdir()).read_text()
+    assert re.match(r"actor\.forward_backward: rank 1 \(pid \d+ .*\) failed: .*CUDA out of memory", report)
+    assert "all_reduce" in report.split("== rank 0")[1].split("== rank 1")[0], "what the other one waits in"
+    assert "ranks [0] wait for it" in run.told[-1]
+    assert_equal(run.train(), undisturbed)
+
+
+@pytest.mark.timeout(180)
+def test_a_file_system_that_fails_for_a_moment_costs_the_rank_alone(run, undisturbed):
+    run.faults.plan("log_probs", 1, OSError(errno.EIO, os.strerror(errno.EIO), "/shared/file"))
+    before = [seat.pid for seat in run.group._crew.seats]
+    assert_equal(run.train(), undisturbed)
+    after = [seat.pid for seat in run.group._crew.seats]
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+    pattern = r"actor\.log_probs: rank 1 \(pid .*\) failed: \[Errno 5\] Input/output error: '/shared/file'; replacing"
+    assert any(re.match(pattern, line) for line in run.told)
 
 
 @pytest.mark.timeout(180)

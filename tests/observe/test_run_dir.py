@@ -1,5 +1,6 @@
 import json
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -142,3 +143,13 @@ def test_a_folder_in_use_is_refused_until_its_holder_is_gone(tmp_path):
     with RunDirectory(tmp_path, resume="auto"), pytest.raises(UserError, match=rf"in use by process {os.getpid()} on"):
         RunDirectory(tmp_path, resume="auto")
     RunDirectory(tmp_path, resume="auto").close()
+
+
+def test_a_secret_of_the_environment_is_not_saved_and_the_folder_is_its_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-0123456789abcdef")
+    run = RunDirectory(tmp_path / "run", resume="never")
+    for _ in range(2):
+        assert run.write_config("environment_args:\n  key: sk-0123456789abcdef\n  tokens: 12\n") == []
+    saved = (run.path / "config.yaml").read_text()
+    assert saved == "environment_args:\n  key: ${oc.env:JUDGE_API_KEY}\n  tokens: 12\n"
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700

@@ -34,6 +34,21 @@ def test_other_work_is_finished_and_the_next_abandonable_part_not_begun():
     assert finished
 
 
+def test_a_stop_that_the_interpreter_ignores_is_raised_again():
+    class Ends:
+        def __del__(self):
+            send(signal.SIGTERM)  # what is raised in a destructor is ignored
+
+    def work(stop):
+        with stop.abandonable():
+            Ends()
+            time.sleep(100)
+            pytest.fail("work went on")
+
+    with StopSignal() as stop, pytest.raises(StopRequested):
+        work(stop)
+
+
 def test_second_signal_stops_at_once():
     with StopSignal() as stop:
         send(signal.SIGINT)

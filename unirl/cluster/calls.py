@@ -52,10 +52,16 @@ class Call:
             return (0,)
         return grid.reporting_ranks if self.answers == "reporting" else tuple(range(grid.world_size))
 
-    def for_rank(self, rank: int, grid: RankGrid) -> tuple[RankCall, Any]:
-        """What the rank is to do, and its share."""
-        call = RankCall(self.model, self.method, self.args, self.shares is not None, rank in self.answering_ranks(grid))
-        return call, None if self.shares is None else self.shares[grid.coordinates(rank).dp]
+    def by_rank(self, grid: RankGrid) -> list[tuple[RankCall, Any]]:
+        """What each rank is to do, and its share."""
+        answering = set(self.answering_ranks(grid))
+        silent, answers = (
+            RankCall(self.model, self.method, self.args, self.shares is not None, answers) for answers in (False, True)
+        )
+        return [
+            (answers if rank in answering else silent, self.shares and self.shares[grid.coordinates(rank).dp])
+            for rank in range(grid.world_size)
+        ]
 
 
 @dataclass(frozen=True)

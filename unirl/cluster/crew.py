@@ -1,7 +1,8 @@
 """The Ray actors of a run's ranks: hired, seated in the order of their devices, watched while they work, replaced."""
 
+import errno
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
@@ -11,12 +12,19 @@ from ray.exceptions import RayActorError, RayTaskError
 from unirl.cluster.processes import kill_process
 from unirl.cluster.reservation import Reservation
 from unirl.cluster.seat import WATCH, Seat, Seated
+from unirl.errors import UserError
 
 _HIRING_S = 300.0
 """How long processes may take to come up."""
 
 
 _HIRING_ATTEMPTS, _HIRING_PAUSE_S = 4, 3.0
+
+_LAST_WORDS_S = 1.0
+"""How much longer than the others a lost worker has to tell what it is doing."""
+
+_PASSING = (errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOTCONN)
+"""Errors of a file system, of the network or of a disk, that may be gone on the next attempt; a full disk is none."""
 
 
 class WorkersLost(RuntimeError):
@@ -28,11 +36,21 @@ class WorkersLost(RuntimeError):
         super().__init__(f"{what}: {told or 'the process group broke, though every worker answers'}")
 
 
+class RankFailed(RuntimeError):
+    """A rank raised an error of the program, and `waiting` others did not end: they may wait for it."""
+
+    def __init__(self, what: str, rank: int, seat: Seat, error: BaseException, told: BaseException, waiting: list[int]):
+        self.reasons = {rank: f"({seat}) failed: {_first_line(error)}"}
+        self.error, self.told, self.waiting = error, told, waiting
+        super().__init__(f"{what}: rank {rank} {self.reasons[rank]}")
+
+
 class Crew:
     """One actor, `worker(bundle, *arguments)`, for each rank, in the order of nodes and devices.
 
     reservation: the nodes that have the devices. bundles: how many ranks each of the first nodes has.
     heartbeat_s: a worker that is busy for longer is asked whether it is alive, and has as long to answer.
+    check: called at each heartbeat; what it raises ends the wait.
     """
 
     def __init__(
@@ -43,7 +61,9 @@ class Crew:
         reservation: Reservation,
         bundles: Sequence[int],
         heartbeat_s: float,
+        check: Callable[[], None] = lambda: None,
     ):
+        self._check = check
         self._actor_class = ray.remote(concurrency_groups={WATCH: 2})(worker)
         self._arguments = arguments
         self._heartbeat_s = heartbeat_s
@@ -70,8 +90,8 @@ class Crew:
     def gather(self, references: Mapping[int, ray.ObjectRef], what: str, timeout_s: float) -> dict[int, Any]:
         """The results by rank, once all are there.
 
-        Raises WorkersLost where a worker died, does not answer a heartbeat or is not done in time; what a method
-        raised, where that is not for want of a lost worker.
+        Raises WorkersLost where a worker died, does not answer a heartbeat, is not done in time, or failed in a way
+        that may pass; RankFailed where a method raised an error that is not for want of a lost worker.
         """
         futures = {rank: reference.future() for rank, reference in references.items()}
         deadline = time.monotonic() + timeout_s
@@ -85,6 +105,7 @@ class Crew:
                 self._explain(failures, futures, what)
             if not busy:
                 return {rank: future.result() for rank, future in futures.items()}
+            self._check()
             if silent := self.silent(busy):
                 raise WorkersLost(what, silent)
             if time.monotonic() > deadline:
@@ -108,10 +129,13 @@ class Crew:
                 reasons[rank] = f"({self.seats[rank]}) died: {_first_line(ping.exception())}"
         return reasons
 
-    def stacks(self) -> dict[int, str]:
-        """Of every worker that tells within a heartbeat; of the others, that they do not."""
+    def stacks(self, lost: Iterable[int] = ()) -> dict[int, str]:
+        """Of every worker that tells within a heartbeat; of the others, that they do not. Nobody waits for the lost."""
         asked = {rank: self.submit(rank, "stacks").future() for rank in range(len(self))}
-        wait(asked.values(), timeout=self._heartbeat_s)
+        deadline = time.monotonic() + self._heartbeat_s
+        lost = set(lost)
+        wait([future for rank, future in asked.items() if rank not in lost], timeout=self._heartbeat_s)
+        wait(asked.values(), timeout=min(_LAST_WORDS_S, max(0.0, deadline - time.monotonic())))
         return {
             rank: future.result() if future.done() and future.exception() is None else "no answer\n"
             for rank, future in asked.items()
@@ -125,7 +149,7 @@ class Crew:
         missing = sorted(ranks)
         self._kill(missing)
         for attempt in range(_HIRING_ATTEMPTS):
-            self._reservation.wait({self.seats[rank].bundle for rank in missing})  # in vain where there are no others
+            self._await_nodes(missing)
             for rank in missing:
                 self._actors[rank] = self._hire(self.seats[rank].bundle)
             try:
@@ -142,12 +166,19 @@ class Crew:
                     self.seats[rank] = seat
                 return
 
-    def dismiss(self) -> None:
-        """End all workers; with the session they go as well."""
-        self._kill(range(len(self)))
+    def _await_nodes(self, ranks: Iterable[int]) -> None:
+        """Until Ray has moved the ranks' nodes to others, where they are lost."""
+        if self._reservation.wait({self.seats[rank].bundle for rank in ranks}, _HIRING_S):
+            return
+        self._check()
+        raise UserError(
+            f"a node was lost, and no other had as many free devices within {_HIRING_S:.0f} s: add one, then continue "
+            "with resume=auto"
+        )
 
     def _explain(self, failures: dict[int, BaseException], futures: dict[int, Future], what: str) -> None:
         """Raise what `failures` mean: a peer that is lost, or an error of the program."""
+        self._check()
         lost = {rank: str(error) for rank, error in failures.items() if isinstance(error, RayActorError)}
         # A rank that lost its peer fails before Ray tells of the death.
         lost = {rank: f"({self.seats[rank]}) died: {_first_line(failures[rank])}" for rank in lost}
@@ -157,14 +188,19 @@ class Crew:
         own = {rank: error for rank, error in errors.items() if not _is_lost_connection(error)}
         if not own:
             raise WorkersLost(f"{what} ({_first_line(next(iter(errors.values())))})", {})
+        passing = {rank: error for rank, error in own.items() if _may_pass(error)}
+        if passing:
+            told = {rank: f"({self.seats[rank]}) failed: {_first_line(error)}" for rank, error in passing.items()}
+            raise WorkersLost(what, told)
         # The others may wait for the failed one in a collective; a moment, then they are the caller's to free.
         wait(futures.values(), timeout=min(self._heartbeat_s, 10.0))
         rank = min(own)
-        raise own[rank] from failures[rank]
+        waiting = [other for other, future in futures.items() if not future.done()]
+        raise RankFailed(what, rank, self.seats[rank], own[rank], failures[rank], waiting)
 
-    def _hire(self, bundle: int) -> Any:
+    def _hire(self, bundle: int, **more: Any) -> Any:
         options = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": self._reservation.on(bundle), "max_restarts": 0}
-        return self._actor_class.options(**options).remote(bundle, *self._arguments)
+        return self._actor_class.options(**options, **more).remote(bundle, *self._arguments)
 
     def _kill(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -194,6 +230,10 @@ def _is_lost_connection(error: BaseException) -> bool:
     """Whether a collective failed for want of a peer: gloo has no class of its own for that."""
     text = str(error)
     return isinstance(error, RuntimeError) and any(library in text for library in ("gloo", "NCCL", "TCPStore"))
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in _PASSING
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ class InProcessGroup:
 
     def run(self, call: Call) -> list[Any]:
         """See `WorkerGroup.run`."""
-        return [self._worker.call(*call.for_rank(0, self.grid))]
+        return [self._worker.call(*call.by_rank(self.grid)[0])]
 
     def stream(self, model: str, method: str, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WorkerGroup.stream`."""

@@ -51,8 +51,8 @@ class RankGrid:
         """By data-parallel index."""
         return tuple(self.reporting_rank(dp) for dp in range(self.dp))
 
-    def replicas(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same part of the model as `rank`, itself among them, ascending."""
+    def outer_replicas(self, rank: int) -> tuple[int, int]:
+        """The first and the last of the ranks that hold the same part of the model as `rank`."""
         place = self.coordinates(rank)
-        same = (self.rank(dp=dp, pp=place.pp, cp=cp, tp=place.tp) for dp in range(self.dp) for cp in range(self.cp))
-        return tuple(sorted(same))
+        first = self.rank(dp=0, pp=place.pp, cp=0, tp=place.tp)
+        return first, self.rank(dp=self.dp - 1, pp=place.pp, cp=self.cp - 1, tp=place.tp)

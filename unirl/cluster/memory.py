@@ -1,6 +1,6 @@
 """What a run would lose with a worker, kept outside it: copies of trained models, and the calls made since."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import ray
@@ -75,12 +75,11 @@ class StateMemory:
 
     def _keepers(self, rank: int, memory: _Memory) -> tuple[int, ...]:
         """The ranks whose copies `rank` can go on from."""
-        replicas = self._grid.replicas(rank) if memory.replicated else (rank,)
-        return replicas[0], replicas[-1]
+        return self._grid.outer_replicas(rank) if memory.replicated else (rank, rank)
 
     def _for_every_rank(self, model: str, memory: _Memory) -> dict[int, ray.ObjectRef]:
         by_rank = memory.copies.by_rank
-        available = {rank for rank, reference in by_rank.items() if _is_available(reference)}
+        available = _available(by_rank)
         chosen = {}
         for rank in range(self._grid.world_size):
             keepers = [keeper for keeper in self._keepers(rank, memory) if keeper in available]
@@ -93,9 +92,15 @@ class StateMemory:
         return chosen
 
 
-def _is_available(reference: ray.ObjectRef) -> bool:
-    """Whether the object can still be fetched; known without fetching it."""
-    locations = ray.experimental.get_object_locations([reference])[reference]
+def _available(by_rank: Mapping[int, ray.ObjectRef]) -> set[int]:
+    """The ranks whose objects can still be fetched; known without fetching them."""
+    references = list(by_rank.values())
+    locations = ray.experimental.get_object_locations(references)
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    is_inline = not locations["node_ids"] and bool(ray.wait([reference], timeout=0)[0])  # small ones lie in the driver
-    return is_inline or bool(alive.intersection(locations["node_ids"]))
+    there, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+    inline = {reference for reference in there if not locations[reference]["node_ids"]}  # small ones lie in the driver
+    return {
+        rank
+        for rank, reference in by_rank.items()
+        if reference in inline or alive.intersection(locations[reference]["node_ids"])
+    }

@@ -3,8 +3,11 @@
 import os
 import secrets
 import shutil
+import signal
 import tempfile
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -16,6 +19,11 @@ from unirl.cluster.codec import send_tensors_as_numpy
 from unirl.errors import UserError
 
 _PREFIX = "unirl-ray-"
+
+_RECONNECT_S = 600
+"""Ray ends a driver that has lost the head for so long without a word; `check` finds that out before."""
+
+_GO_ON = "once it is up again, with its nodes, continue with resume=auto"
 
 _LIGHT = {
     "RAY_enable_worker_prestart": "0",
@@ -37,12 +45,19 @@ class RaySession(AbstractContextManager):
             raise RuntimeError("this process is connected to Ray already: one run at a time")
         if "RAY_AUTH_MODE" not in os.environ:  # else `unirl.cluster` has set it
             raise RuntimeError("ray was imported before unirl.cluster: set RAY_AUTH_MODE=token in the environment")
+        self._head = "the Ray of this run" if address is None else f"the head of the Ray cluster {address}"
         self._folder: Path | None = None
         self._environment: dict[str, str | None] = {}
-        if address is None:
-            self._start(num_devices, object_store_gb)
-        else:
-            _join(address)
+        try:
+            with _sigterm_as_it_is():
+                if address is None:
+                    self._start(num_devices, object_store_gb)
+                else:
+                    self._join(address)
+            self._raylet = _raylet()
+        except BaseException:
+            self.close()
+            raise
         send_tensors_as_numpy()
 
     def close(self) -> None:
@@ -55,6 +70,7 @@ class RaySession(AbstractContextManager):
         self._environment = {}
         if self._folder is not None:
             ray_constants.ENABLE_RAY_CLUSTER = True
+            _end_those_of(self._folder)  # at once, also of a Ray that was interrupted while it started
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def __exit__(self, *exc_info) -> None:
@@ -84,9 +100,57 @@ class RaySession(AbstractContextManager):
             _node_ip_address="127.0.0.1",
         )
 
+    def _join(self, address: str) -> None:
+        self._set_environment({"RAY_gcs_rpc_server_reconnect_timeout_s": str(_RECONNECT_S)})
+        AuthenticationTokenLoader.instance().reset_cache()
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="error")
+        except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+            raise UserError(f"cluster.address={address}: no Ray cluster can be joined there: {error}") from error
+
     def _set_environment(self, values: dict[str, str]) -> None:
         self._environment = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
+
+    def check_node(self) -> None:
+        """Raises UserError where the Ray of this node is gone: at the next use of the object store, Ray would end this
+        process without a word.
+        """
+        if not self._raylet.is_running() or self._raylet.status() == psutil.STATUS_ZOMBIE:
+            raise UserError(f"the Ray of this node has ended; {_GO_ON}")
+
+    def check(self, timeout_s: float) -> None:
+        """Raises UserError also where Ray's head does not answer by then, or no longer knows this node."""
+        self.check_node()
+        here = ray.NodeID.from_hex(ray.get_runtime_context().get_node_id())
+        try:
+            known = ray._private.worker.global_worker.gcs_client.check_alive([here], timeout_s)
+        except ray.exceptions.RpcError as error:
+            raise UserError(f"{self._head} has not answered for {timeout_s:g} s; {_GO_ON}") from error
+        if not all(known):
+            raise UserError(f"{self._head} was restarted and knows nothing of this run; {_GO_ON}")
+
+
+def _raylet() -> psutil.Process:
+    """The process of Ray on this node."""
+    socket = ray._private.worker.global_worker.node.raylet_socket_name
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.info["name"] == "raylet" and any(socket in argument for argument in process.info["cmdline"] or ()):
+            return process
+    raise UserError(f"the Ray of this node has ended; {_GO_ON}")
+
+
+def _end_those_of(folder: Path) -> None:
+    """Kill the children of this process that work in the folder, and theirs."""
+    ended = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if any(str(folder) in argument for argument in child.cmdline()):
+                ended += [*child.children(recursive=True), child]
+    for process in ended:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(ended, timeout=10)
 
 
 def _remove_stale_folders() -> None:
@@ -97,9 +161,14 @@ def _remove_stale_folders() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _join(address: str) -> None:
-    AuthenticationTokenLoader.instance().reset_cache()
+@contextmanager
+def _sigterm_as_it_is() -> Iterator[None]:
+    """While entered, Ray does not take SIGTERM for itself to exit; what its native part has taken is given back."""
+    taken = ray._private.utils.set_sigterm_handler
+    ray._private.utils.set_sigterm_handler = lambda handler: None
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="error")
-    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-        raise UserError(f"cluster.address={address}: no Ray cluster can be joined there: {error}") from error
+        yield
+    finally:
+        ray._private.utils.set_sigterm_handler = taken
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))

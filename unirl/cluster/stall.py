@@ -3,16 +3,16 @@
 from datetime import datetime
 from pathlib import Path
 
-from unirl.cluster.crew import Crew, WorkersLost
+from unirl.cluster.crew import Crew, RankFailed, WorkersLost
 
 _TAIL_BYTES = 2_000
 
 
-def write_stall_report(folder: Path, lost: WorkersLost, crew: Crew) -> Path:
+def write_stall_report(folder: Path, lost: WorkersLost | RankFailed, crew: Crew) -> Path:
     """A text file in `folder`: what was lost, the seat and the stacks of each worker, the last metrics."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"stall-{datetime.now():%Y%m%d-%H%M%S-%f}.txt"
-    stacks = crew.stacks()
+    stacks = crew.stacks(lost.reasons)
     workers = [f"== rank {rank}: {seat}\n{stacks[rank]}" for rank, seat in enumerate(crew.seats)]
     path.write_text("\n".join([f"{lost}\n", *workers, "== last metrics", _last_line(folder / "metrics.jsonl"), ""]))
     return path

@@ -1,8 +1,9 @@
 """The worker group on Ray: calls every rank, finds those that are lost, and brings the run back to where it was."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from unirl.cluster.berth import Berth
 from unirl.cluster.calls import Call
-from unirl.cluster.crew import Crew, WorkersLost
+from unirl.cluster.crew import Crew, RankFailed, WorkersLost
 from unirl.cluster.hosts import open_berths
 from unirl.cluster.layout import RankGrid
 from unirl.cluster.meeting import MeetingPlace
@@ -28,6 +29,8 @@ from unirl.errors import UserError
 _RELEASE_S = 30.0
 """How long a survivor may take to leave a collective whose peer is gone."""
 
+_HEAD_HEARTBEATS = 3
+"""How many heartbeats Ray's head may take to answer: without it the run ends."""
 
 _PASSED_ON = ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE")
 """What workers take from the driver's environment; the rest is that of Ray on their node."""
@@ -66,26 +69,30 @@ class SupervisedGroup:
         options: ClusterOptions,
         say: Callable[[str], None],
         worker: type[Seated] = RayWorker,
+        crew: Callable[..., Crew] = Crew,
     ):
         self.grid = grid
         self._options = options
         self._say = say
         self._restarts = 0
+        self._place: MeetingPlace | None = None
+        self._is_out_of_step = False
+        """Whether a rank has failed while others went on: their collectives no longer meet."""
         sizes = node_sizes(options.bundles, options.engines)
         self._session: RaySession | None = RaySession(
             options.address, num_devices=sum(sizes), object_store_gb=options.object_store_gb
         )
         try:
             self._reservation = Reservation(sizes, node_roles(options.bundles, options.engines))
-            self._crew = Crew(
+            self._crew = crew(
                 worker,
                 (make_models, *_driver()),
                 reservation=self._reservation,
                 bundles=options.bundles,
                 heartbeat_s=options.heartbeat_s,
+                check=partial(self._session.check, _HEAD_HEARTBEATS * options.heartbeat_s),
             )
-            for rank, seat in enumerate(self._crew.seats):
-                say(f"rank {rank}: {grid.coordinates(rank)}; {seat}")
+            self._say_seats(range(grid.world_size))
             self._memory = StateMemory(self._crew, grid)
             try:
                 self._start()
@@ -97,6 +104,7 @@ class SupervisedGroup:
 
     def run(self, call: Call) -> list[Any]:
         """See `WorkerGroup.run`."""
+        self._session.check_node()
         if call.shares is not None:  # put once; every rank of a data-parallel index fetches the same object
             call = replace(call, shares=tuple(ray.put(share) for share in call.shares))
         results = self._supervised(lambda: self._attempt(call), call.before_retry)
@@ -108,6 +116,7 @@ class SupervisedGroup:
         """See `WorkerGroup.stream`."""
         index, has_more = 0, True
         while has_more:
+            self._session.check_node()
             bucket = Bucket(model, method, index, bucket_bytes)
             tensors, has_more = self._supervised(lambda bucket=bucket: self._next_bucket(bucket))
             yield from tensors
@@ -128,6 +137,8 @@ class SupervisedGroup:
 
     def _supervised(self, attempt: Callable[[], Any], before_retry: Callable[[], None] | None = None) -> Any:
         """What `attempt` returns, tried again after each loss of workers."""
+        if self._is_out_of_step:
+            self._recover(WorkersLost("an earlier call, after the error of a rank", {}))
         while True:
             try:
                 return attempt()
@@ -137,8 +148,8 @@ class SupervisedGroup:
                     before_retry()
 
     def _attempt(self, call: Call) -> dict[int, Any]:
-        calls = {rank: call.for_rank(rank, self.grid) for rank in range(self.grid.world_size)}
-        queued = {rank: self._crew.submit(rank, "call", *arguments) for rank, arguments in calls.items()}
+        calls = call.by_rank(self.grid)
+        queued = {rank: self._crew.submit(rank, "call", *arguments) for rank, arguments in enumerate(calls)}
         return self._gather(queued, str(call))
 
     def _next_bucket(self, bucket: Bucket) -> tuple[list[tuple[str, torch.Tensor]], bool]:
@@ -148,7 +159,14 @@ class SupervisedGroup:
         return self._gather(queued, f"{bucket.model}.{bucket.method}")[0]
 
     def _gather(self, queued: dict[int, ray.ObjectRef], what: str) -> dict[int, Any]:
-        return self._crew.gather(queued, what, self._options.timeout_s)
+        try:
+            return self._crew.gather(queued, what, self._options.timeout_s)
+        except RankFailed as failed:
+            if failed.waiting:
+                report = write_stall_report(self._options.report_dir, failed, self._crew)
+                self._say(f"{failed}; ranks {failed.waiting} wait for it (report: {report})")
+                self._is_out_of_step = True
+            raise failed.error from failed.told
 
     def _start(self) -> None:
         """Form the process group and make the models: on workers that run already, too."""
@@ -168,17 +186,26 @@ class SupervisedGroup:
                     "then continue with resume=auto"
                 ) from lost
             self._say(f"{lost}; replacing and going on (report: {report})")
+            before = list(self._crew.seats)
             try:
                 self._crew.replace(lost.reasons)
                 self._release_survivors(lost)
+                self._is_out_of_step = False
                 self._start()
                 self._restore()
                 return
             except WorkersLost as again:
                 lost = again
+            finally:
+                self._say_seats(rank for rank, seat in enumerate(self._crew.seats) if seat != before[rank])
+
+    def _say_seats(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._say(f"rank {rank}: {self.grid.coordinates(rank)}; {self._crew.seats[rank]}")
 
     def _release_survivors(self, lost: WorkersLost) -> None:
         """Let the others leave what they wait in; those that cannot are replaced, too."""
+        self._place = None  # nobody is to wait there for those that are lost
         others = [rank for rank in range(self.grid.world_size) if rank not in lost.reasons]
         stopping = {rank: self._crew.submit(rank, "stop") for rank in others}
         stuck = self._crew.unfinished(stopping, _RELEASE_S)

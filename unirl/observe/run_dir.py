@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from unirl.errors import UserError
+from unirl.observe.secrets import without_secrets
 
 
 class RunDirectory(AbstractContextManager):
@@ -32,7 +33,7 @@ class RunDirectory(AbstractContextManager):
         self.samples_path = self.path / "samples.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # logs and samples are its user's alone
         except OSError as error:
             raise UserError(f"run_dir={self.path} cannot be made: {error.strerror}; choose another run_dir") from error
         if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
@@ -52,11 +53,12 @@ class RunDirectory(AbstractContextManager):
         self.close()
 
     def write_config(self, text: str) -> list[str]:
-        """The resolved config, as YAML text.
+        """The resolved config, as YAML text, less the secrets in it.
 
         Returns what differs from the config that stood there before, `optimizer.lr: 0.1, before 0.2`; the keys `resume`
         and `run_dir` aside, which may well differ.
         """
+        text = without_secrets(text)
         with _explained(self.path / "config.yaml") as path:
             before = path.read_bytes() if path.exists() else text
             write_aside(path, text.encode())

@@ -55,7 +55,8 @@ class ARTrainer:
     Everything that can be refused is refused here or in the config's validation, before the first iteration.
     """
 
-    def __init__(self, config: TrainConfig, config_yaml: str):
+    def __init__(self, config: TrainConfig, config_yaml: str, stop: StopSignal | None = None):
+        """stop: entered by who makes the trainer; None: signals do what they do otherwise."""
         self.config = config
         group_filter = load_group_filter(config.algorithm.dynamic_filter)
         if config.algorithm.gae is not None:
@@ -63,7 +64,7 @@ class ARTrainer:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.display = RunDisplay(config.num_iterations)
-        self.stop = StopSignal()
+        self.stop = stop or StopSignal()
         self._config_yaml = config_yaml
         with ExitStack() as resources:
             self.run = resources.enter_context(RunDirectory(config.run_dir, resume=config.resume))
@@ -95,8 +96,8 @@ class ARTrainer:
         self.sync = WeightSync(self.actor.weights, self.engine)
 
     def fit(self) -> int:
-        """Train until `num_iterations`, or until Ctrl-C. Returns the process's exit code: 0, or 130 when stopped."""
-        with self._resources, self.display, self.stop:
+        """Train until `num_iterations`, or until a stop. Returns the process's exit code: 0, or 130 when stopped."""
+        with self._resources, self.display:
             self._start()
             try:
                 self._finish_iteration()
