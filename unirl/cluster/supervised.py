@@ -75,7 +75,6 @@ class SupervisedGroup:
         self._options = options
         self._say = say
         self._restarts = 0
-        self._place: MeetingPlace | None = None
         self._is_out_of_step = False
         """Whether a rank has failed while others went on: their collectives no longer meet."""
         sizes = node_sizes(options.bundles, options.engines)
@@ -205,7 +204,6 @@ class SupervisedGroup:
 
     def _release_survivors(self, lost: WorkersLost) -> None:
         """Let the others leave what they wait in; those that cannot are replaced, too."""
-        self._place = None  # nobody is to wait there for those that are lost
         others = [rank for rank in range(self.grid.world_size) if rank not in lost.reasons]
         stopping = {rank: self._crew.submit(rank, "stop") for rank in others}
         stuck = self._crew.unfinished(stopping, _RELEASE_S)
