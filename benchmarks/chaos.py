@@ -29,6 +29,8 @@ from typing import Any
 
 import psutil
 
+from unirl.observe.metrics import timeless
+
 RECIPE = (
     "--config-name=ar/arith_drpo_tiny_cpu",
     "batch_size=4",
@@ -272,7 +274,7 @@ def compare(disturbed: Run, undisturbed: Run, drawn: int) -> dict[str, bool]:
     uses, sampler = Counter(groups.values()), _sampler(disturbed.folder)
     return {
         "the weights are bit-identical": weights[0] == weights[1],
-        "the metrics of all iterations are equal": _timeless(disturbed) == _timeless(undisturbed),
+        "the metrics of all iterations are equal": timeless(disturbed.metrics()) == timeless(undisturbed.metrics()),
         "the samples of all iterations are equal": samples[0] == samples[1],
         "every prompt was used exactly once": len(groups) == drawn == len(uses) and set(uses.values()) == {1},
         "the sampler counts as many": sampler["epoch"] * sampler["num_prompts"] + sampler["position"] == drawn,
@@ -348,14 +350,6 @@ def print_report(report: dict[str, Any]) -> None:
     print(f"{report['undisturbed_s']:.0f} s undisturbed, {disturbed}")
     for name, holds in report["verdict"].items():
         print(f"{'yes' if holds else 'NO ':<4} {name}")
-
-
-def _timeless(run: Run) -> list[dict[str, Any]]:
-    """Metrics that do not tell of time, of processes that grade or of resumption."""
-    return [
-        {name: value for name, value in record.items() if not name.startswith("time/") and name != "tokens_per_second"}
-        for record in run.metrics()
-    ]
 
 
 def _samples(folder: Path) -> list[dict[str, Any]]:

@@ -17,11 +17,11 @@ from tests.trainer.conftest import (  # noqa: F401 - fixtures
     command,
     read_metrics,
     recipe_dir,
-    timeless,
     train,
     undisturbed,
     wait_for_lines,
 )
+from unirl.observe.metrics import timeless
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed", allow_module_level=True)

@@ -92,15 +92,6 @@ def read_metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def timeless(metrics: list[dict]) -> list[dict]:
-    """Metrics without those that tell of time."""
-    speeds = ("tokens_per_second", "sync/gb_per_s")
-    return [
-        {name: value for name, value in line.items() if not name.startswith("time/") and name not in speeds}
-        for line in metrics
-    ]
-
-
 def wait_for_lines(run_dir: Path, count: int, process: subprocess.Popen, limit_s: float = 120) -> None:
     """Until metrics.jsonl has `count` lines beyond the first evaluation's."""
     path = run_dir / "metrics.jsonl"

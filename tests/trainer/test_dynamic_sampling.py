@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from tests.train.conftest import make_part
-from tests.trainer.conftest import ENVIRONMENT, read_metrics, timeless, wait_for_lines
+from tests.trainer.conftest import ENVIRONMENT, read_metrics, wait_for_lines
 from tests.trainer.filters import even_answer
 from unirl import train_ar
 from unirl.config.schema import AlgorithmConfig, TrainConfig
 from unirl.data import PromptSampler
+from unirl.observe.metrics import timeless
 from unirl.trainer.dynamic_sampling import GroupSelection, prompts_for
 from unirl.trainer.group_filter import nonzero_variance
 from unirl.types import Part

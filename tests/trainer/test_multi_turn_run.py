@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from tests.trainer.conftest import read_metrics, timeless
+from tests.trainer.conftest import read_metrics
+from unirl.observe.metrics import timeless
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.conftest import read_metrics, timeless
+from tests.trainer.conftest import read_metrics
+from unirl.observe.metrics import timeless
 
 PPO = (
     "+algorithm=ppo",
@@ -17,6 +18,7 @@ PPO = (
     "eval.every=0",
     "checkpoint.every=15",
 )
+
 ITERATIONS = 18
 
 

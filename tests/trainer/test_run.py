@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.trainer.conftest import ENVIRONMENT, read_metrics, timeless, wait_for_lines
+from tests.trainer.conftest import ENVIRONMENT, read_metrics, wait_for_lines
+from unirl.observe.metrics import timeless
 
 METRICS = (
     "reward/mean reward/zero_variance_groups response/length_mean response/truncated_fraction ratio_mean ratio_max "

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.trainer.conftest import REPLAY, read_metrics, timeless
+from tests.trainer.conftest import REPLAY, read_metrics
+from unirl.observe.metrics import timeless
 from unirl.train_ar import main
 
 TERMS = [
