@@ -2,6 +2,8 @@ import os
 import pickle
 import resource
 import threading
+from enum import Enum
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,6 +141,30 @@ def test_an_index_that_would_run_code_is_refused(tmp_path, make_folder, make_act
     with pytest.raises(DamagedCheckpointError, match=r"is no index of tensors: posix\.system has no place in it"):
         actor.load(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+class EnumsByGetattr(pickle.Pickler):
+    """As Python 3.11.0 to 3.11.3 write them."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+class EvilAttribute:
+    def __reduce__(self):
+        return getattr, (Path, "home")
+
+
+def test_an_index_of_an_older_python_is_read_and_takes_no_other_attribute(tmp_path, make_folder, make_actor):
+    actor = make_actor(make_folder()[0], **SETTINGS)
+    actor.save(tmp_path)
+    index = pickle.loads((tmp_path / ".metadata").read_bytes())
+    with open(tmp_path / ".metadata", "wb") as file:
+        EnumsByGetattr(file).dump(index)
+    actor.load(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(EvilAttribute()))
+    with pytest.raises(DamagedCheckpointError, match=r"has no place in it"):
+        actor.load(tmp_path)
 
 
 def test_loading_into_an_actor_that_has_trained_starts_over(tmp_path, make_folder, make_actor):

@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter, load
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -192,10 +192,19 @@ _INDEX_CLASSES = {
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _INDEX_CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+
+
+def _memory_format(found: Any, name: str) -> _MEM_FORMAT_ENCODING:
+    """The member of an enum: Python 3.11.0 to 3.11.3 pickle one as the attribute of its class."""
+    if found is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(f"the attribute {name} of {found} has no place in it")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 class _Reader(FileSystemReader):
