@@ -298,7 +298,7 @@ class SyncConfig:
         "Folder that weights pass through (mode disk), which servers can read; null: run_dir/weights.",
     )
     bucket_mb: int = key(
-        32, "Size of a bucket of weights, in megabytes; tensor and distributed hold two at a time.", ge=1
+        128, "Size of a bucket of weights, in megabytes; tensor and distributed hold two at a time.", ge=1
     )
     timeout_s: float = key(600.0, "Seconds a server may take to load new weights, or a bucket of them.", gt=0)
     checksum_every: int = key(

@@ -109,11 +109,12 @@ class LiveTransfer(ABC):
     def _sender(self, servers: tuple[Destination, ...], stage: int, flush: bool) -> Sender:
         update = self._update
         is_last = stage == update.weights.num_stages - 1
+        largest = sum(tensor.numel() for tensor in update.expected.values()) * torch.float32.itemsize
         return self._make_sender(
             stage,
             servers=servers,
             shapes={name: tuple(tensor.shape) for name, tensor in update.expected.items()},
-            bucket_bytes=self._bucket_bytes,
+            bucket_bytes=min(self._bucket_bytes, largest),  # a buffer is no larger than a small model needs
             timeout_s=self._timeout_s,
             version=update.version if is_last else None,
             flush=flush,

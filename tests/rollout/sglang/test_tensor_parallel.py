@@ -35,7 +35,7 @@ def test_weights_from_files_reach_both_ranks(two_ranks, model):
 
 @pytest.mark.parametrize("mode", TRANSFERS)
 def test_live_weights_reach_both_ranks(two_ranks, recipe_dir, model, mode):
-    live = attached(two_ranks, recipe_dir / "model", TRANSFERS[mode](bucket_bytes=20_000, timeout_s=LIMIT_S))
+    live = attached(two_ranks, recipe_dir / "model", TRANSFERS[mode](bucket_bytes=10**12, timeout_s=LIMIT_S))
     try:
         live.update_weights(perturbed(model), 1)
         live.update_weights(weights_of(model), 2)
