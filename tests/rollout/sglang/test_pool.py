@@ -16,14 +16,16 @@ from pathlib import Path
 import pytest
 
 from tests.rollout.sglang.conftest import OVERRIDES, perturbed, weights_of
-from tests.rollout.sglang.test_live_sync import Interrupted
+from tests.rollout.sglang.test_live_sync import Interrupted, attached
+from tests.rollout.sglang.test_weights import assert_holds
 from tests.slurm.fake_slurm import FakeSlurm, missing_part
 from unirl.cluster.__main__ import API_KEY_VARIABLE, main
 from unirl.config import compose
 from unirl.config.compose import to_yaml
 from unirl.rollout.sglang import EngineOptions, Server, SGLangRolloutEngine
 from unirl.rollout.sglang.process import ServerProcess
-from unirl.sync import TensorTransfer
+from unirl.sync import DistributedTransfer, TensorTransfer
+from unirl.trainer.setup import make_models
 from unirl.trainer.sglang_setup import local_servers
 from unirl.types import Completion, GenerationRequest, SamplingParams
 
@@ -170,6 +172,8 @@ def listed(run_dir, capsys) -> dict[str, dict]:
 
 def test_a_server_joins_while_samples_are_drawn(alone, expected, run_dir, second, monkeypatch, capsys):
     monkeypatch.setenv(API_KEY_VARIABLE, second.api_key)
+    few = replace(alone._fleet.limits, max_concurrency=4)  # so that samples are left when the server has joined
+    monkeypatch.setattr(alone._fleet, "limits", few)
     with Drawing(alone) as drawing:
         assert main(["add", "--run-dir", str(run_dir), "--url", second.url]) == 0
     assert f"takes samples at {second.url}" in capsys.readouterr().out
@@ -295,6 +299,21 @@ def test_a_server_joins_and_leaves_in_the_middle_of_a_sync(live, second, model):
 def assert_same_weights(engine) -> None:
     first, other = [engine.run(control.checksums(timeout_s=LIMIT_S)) for control in engine.controls]
     assert first == other
+
+
+def test_two_stages_broadcast_to_two_servers(alone, second, model, recipe_dir, tmp_path):
+    """Each stage has a group with both servers; groups that came about in another order would wait for each other."""
+    pytest.importorskip("ray")
+    options = ["num_devices=2", "parallel.pp=2", "cluster.object_store_gb=0.2", f"run_dir={tmp_path}"]
+    models = make_models(compose("tiny", [*OVERRIDES, *options], [recipe_dir]), print)
+    transfer = DistributedTransfer(bucket_bytes=20_000, timeout_s=LIMIT_S)
+    with closing(models.workers), closing(attached(alone, recipe_dir / "model", transfer)) as rollout:
+        rollout.add_server(second.url, api_key=second.api_key)
+        rollout.update_weights(perturbed(model), 1)
+        for version in (2, 3):  # checksums of both servers are compared
+            rollout.update_weights(models.actor.weights, version)
+            assert len(rollout.controls) == 2
+        assert_holds(rollout, model)
 
 
 def test_a_server_that_is_killed_is_dropped_and_the_run_goes_on(both, expected, second, model, monkeypatch):

@@ -10,7 +10,9 @@ mapping lives in the driver and memory comes from torch's cache, neither matters
 """
 
 import ctypes
-from collections import deque
+import mmap
+
+import torch
 
 _KEPT_BUFFERS = 4
 """Two that a trainer fills in turn, for each of two pipeline stages."""
@@ -40,20 +42,49 @@ def _allow_seeds() -> None:
 
 
 def _keep_shared_buffers() -> None:
-    """The last buffers of `/update_weights_from_tensor` stay mapped, so that torch finds them when they come again."""
+    """The last buffers of `/update_weights_from_tensor` stay mapped, for the time when they come again."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    kept = deque(maxlen=_KEPT_BUFFERS)
+    buffers = SharedBuffers()
 
     def keep(original, worker, payloads):
         update = original(worker, payloads)
         if isinstance(update, dict):
-            storage = update["flattened_tensor"].untyped_storage()
-            if all(storage.data_ptr() != other.data_ptr() for other in kept):
-                kept.append(storage)
+            update["flattened_tensor"] = buffers.mapped(update["flattened_tensor"])
         return update
 
     HookRegistry.register("sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank", keep, HookType.AROUND)
+
+
+class SharedBuffers:
+    """Mappings of shared memory of other processes, the last few that were asked for.
+
+    They are not torch's: who lets go of one of those has to tell a process of the sender's, and is aborted where that
+    is gone.
+    """
+
+    def __init__(self):
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def mapped(self, flat: torch.Tensor) -> torch.Tensor:
+        """The contents of `flat`, which lies in shared memory with a name, by way of a mapping that stays."""
+        _, name, num_bytes = flat.untyped_storage()._share_filename_cpu_()
+        name = name.decode()
+        buffer = self._kept.pop(name, None)
+        if buffer is None:
+            buffer = _map(name, num_bytes)
+        self._kept[name] = buffer  # the last one to go
+        while len(self._kept) > _KEPT_BUFFERS:
+            del self._kept[next(iter(self._kept))]
+        start = flat.storage_offset() * flat.itemsize
+        return buffer[start : start + flat.nbytes].view(flat.dtype).view(flat.shape)
+
+
+def _map(name: str, num_bytes: int) -> torch.Tensor:
+    """[num_bytes] uint8. Torch keeps its count of readers in front of the contents."""
+    with open(f"/dev/shm/{name.removeprefix('/')}", "r+b") as file:
+        contents = mmap.mmap(file.fileno(), 0)
+    return torch.frombuffer(contents, dtype=torch.uint8, count=num_bytes, offset=len(contents) - num_bytes)
 
 
 def _keep_freed_memory() -> None:
