@@ -35,7 +35,7 @@ class ServerProcess:
         port = _free_port(options.host)
         self.url = f"http://{options.host}:{port}"
         self.gpus = options.gpus
-        self.api_key = secrets.token_urlsafe(32)
+        self.api_key = secrets.token_hex(32)  # SGLang makes an argument of it, which must not begin with a dash
         self._log_path = options.log_path
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = self._log_path.stat().st_size if self._log_path.exists() else 0
