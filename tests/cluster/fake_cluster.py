@@ -16,18 +16,29 @@ FIRST_HOST = 2
 
 
 @contextmanager
+def ray_environment(folder: Path) -> Iterator[dict[str, str]]:
+    """What a job script sets for its Ray and its driver; the token is in `folder`."""
+    token = folder / "token"
+    token.write_text("0123456789abcdef" * 4)
+    values = {
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(name, value)
+        AuthenticationTokenLoader.instance().reset_cache()  # of the token of other tests
+        yield values
+
+
+@contextmanager
 def fake_cluster(folder: Path, *, roles: Sequence[str | None], num_gpus: int) -> Iterator[tuple[Cluster, list[str]]]:
     """The cluster, and the addresses of its nodes; the first is the head. `folder` holds the token.
 
     roles: of each node, as its label says; None: it has none.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        token = folder / "token"
-        token.write_text("0123456789abcdef" * 4)
-        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-        patch.setenv("RAY_enable_worker_prestart", "0")
-        patch.setenv("RAY_prestart_worker_first_driver", "0")
-        AuthenticationTokenLoader.instance().reset_cache()  # of the token of other tests
+    with ray_environment(folder):
         cluster = Cluster()
         addresses = [f"127.0.0.{FIRST_HOST + node}" for node in range(len(roles))]
         try:

@@ -17,27 +17,16 @@ from unirl.errors import UserError
 if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed", allow_module_level=True)
 
-from ray._raylet import AuthenticationTokenLoader
 from ray.cluster_utils import Cluster
 
+from tests.cluster.fake_cluster import ray_environment
 from unirl.cluster import crew
 from unirl.cluster.supervised import ClusterOptions, SupervisedGroup
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """What a job script sets for its Ray and its driver."""
-    token = tmp_path_factory.mktemp("token") / "token"
-    token.write_text("0123456789abcdef" * 4)
-    values = {
-        "RAY_AUTH_TOKEN_PATH": str(token),
-        "RAY_enable_worker_prestart": "0",
-        "RAY_prestart_worker_first_driver": "0",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in values.items():
-            patch.setenv(name, value)
-        AuthenticationTokenLoader.instance().reset_cache()  # of the token of other tests
+    with ray_environment(tmp_path_factory.mktemp("token")) as values:
         yield values
 
 
