@@ -99,7 +99,7 @@ class Packer:
         while self._next is not None:
             name, tensor = self._next
             end = position + tensor.nbytes
-            if end > len(buffer) or tensor.dtype != dtype:
+            if (end > self._bucket_bytes and entries) or tensor.dtype != dtype:
                 break
             buffer[position:end].view(dtype).view(tensor.shape).copy_(tensor)
             entries.append(Entry(name, dtype, tuple(tensor.shape), position, end))

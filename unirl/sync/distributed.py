@@ -1,22 +1,19 @@
 """`sync.mode=distributed`: every pipeline stage broadcasts its weights to all servers, over NCCL or gloo."""
 
 import asyncio
-from collections.abc import Awaitable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
-from unirl.rollout.sglang import ServerControl, ServerLostError
-from unirl.sync.buckets import Bucket, Packer
+import torch
+
+from unirl.rollout.sglang import STREAM_FORMAT, ServerControl
+from unirl.sync.buckets import Packer
 from unirl.sync.groups import Group, current_group, drop_group, in_daemon, open_group
-from unirl.sync.sender import Sender, Sent, Weights, answer
-
-_LAST_WORDS_S = 10.0
-"""How long servers have to say what happened, once the group is broken."""
-
-
-class GroupError(Exception):
-    """The group of a sender and its servers does not work (any more)."""
+from unirl.sync.replies import BrokenOffError, Replies
+from unirl.sync.sender import Sender, Sent, Weights
+from unirl.sync.stream import described
 
 
 @dataclass(frozen=True)
@@ -26,24 +23,67 @@ class BroadcastSender(Sender):
     owner: str
 
     async def _send(self, weights: Weights, controls: dict[str, ServerControl], sent: Sent) -> None:
-        replies = _Replies(sent)
+        replies = Replies(sent)
         try:
             group = await self._group(controls, replies)
-            timeout = timedelta(seconds=self.timeout_s)
             packer = Packer(weights, self.bucket_bytes, group.buffers)
-            while packer.has_more:
-                bucket = await asyncio.to_thread(packer.pack)
-                replies.raise_failure()
-                self._announce(bucket, group, controls, replies)
-                await replies.watch(in_daemon(partial(group.broadcast, bucket.flat, timeout)))
-            await replies.rest()
+            if group.device.type == "cpu" and all(server.streams for server in self.servers):
+                await self._stream(packer, group, controls, replies)
+            else:
+                await self._send_each(packer, group, controls, replies)
             group.rest(self.bucket_bytes)
-        except GroupError as error:
+        except BrokenOffError as error:
             sent.broken = True
             await drop_group(self.owner, controls)
             await replies.last_words(error)
+        except BaseException:  # servers that take a stream wait for more of it
+            await drop_group(self.owner, controls)
+            raise
 
-    async def _group(self, controls: dict[str, ServerControl], replies: "_Replies") -> Group:
+    async def _send_each(
+        self, packer: Packer, group: Group, controls: dict[str, ServerControl], replies: Replies
+    ) -> None:
+        """A request for each bucket."""
+        while packer.has_more:
+            bucket = await asyncio.to_thread(packer.pack)
+            replies.raise_failure()
+            self._announce(
+                group,
+                controls,
+                replies,
+                names=[entry.name for entry in bucket.entries],
+                dtypes=[str(entry.dtype).removeprefix("torch.") for entry in bucket.entries],
+                shapes=[list(entry.shape) for entry in bucket.entries],
+                load_format="flattened_bucket",
+                **self._marks(bucket.is_last),
+                timeout_s=self.timeout_s,
+            )
+            await replies.watch(in_daemon(partial(group.broadcast, [bucket.flat], self._timeout)))
+        await replies.rest(self.timeout_s)
+
+    async def _stream(self, packer: Packer, group: Group, controls: dict[str, ServerControl], replies: Replies) -> None:
+        """One request. A bucket is packed while the one before is on its way; sizes and description come before it."""
+        nothing: dict[str, list] = {"names": [], "dtypes": [], "shapes": []}
+        self._announce(
+            group, controls, replies, load_format=STREAM_FORMAT, **nothing, **self._marks(is_last=True), timeout_s=None
+        )
+        on_its_way = in_daemon(lambda: None)
+        while packer.has_more:
+            bucket = await asyncio.to_thread(packer.pack)
+            description = described(bucket)
+            sizes = torch.tensor([len(description), len(bucket.flat)])
+            await replies.watch(on_its_way)
+            parts = [sizes, description, bucket.flat]
+            on_its_way = in_daemon(partial(group.broadcast, parts, self._timeout))
+        await replies.watch(on_its_way)
+        await replies.watch(in_daemon(partial(group.broadcast, [torch.zeros(2, dtype=torch.int64)], self._timeout)))
+        await replies.rest(self.timeout_s)
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self.timeout_s)
+
+    async def _group(self, controls: dict[str, ServerControl], replies: Replies) -> Group:
         group = current_group(self.owner, self.servers)
         if group is not None:
             return group
@@ -58,66 +98,19 @@ class BroadcastSender(Sender):
             )
             rank += server.tp
         group = await replies.watch(in_daemon(join))
-        await replies.rest()
+        await replies.rest(self.timeout_s)
         return group
 
-    def _announce(self, bucket: Bucket, group: Group, controls: dict[str, ServerControl], replies: "_Replies") -> None:
-        body = {
-            "names": [entry.name for entry in bucket.entries],
-            "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in bucket.entries],
-            "shapes": [list(entry.shape) for entry in bucket.entries],
-            "group_name": group.name,
-            "load_format": "flattened_bucket",
-            **self._marks(bucket),
-        }
+    def _announce(
+        self,
+        group: Group,
+        controls: dict[str, ServerControl],
+        replies: Replies,
+        *,
+        timeout_s: float | None,
+        **told: Any,
+    ) -> None:
         for server in self.servers:
-            call = controls[server.url].update_weights("distributed", body, timeout_s=self.timeout_s)
+            body = {"group_name": group.name, **told}
+            call = controls[server.url].update_weights("distributed", body, timeout_s=timeout_s)
             replies.expect(server.url, call)
-
-
-class _Replies:
-    """Answers that are awaited while something else goes on. Failures are noted in `sent`."""
-
-    def __init__(self, sent: Sent):
-        self._sent = sent
-        self._pending: dict[asyncio.Task, str] = {}
-
-    def expect(self, url: str, call: Awaitable) -> None:
-        """Send the request."""
-        self._pending[asyncio.create_task(answer(call))] = url
-
-    async def watch(self, future: asyncio.Future):
-        """The future's result. Raises GroupError as soon as a server fails, or where the future does."""
-        while not future.done():
-            await asyncio.wait({future, *self._pending}, return_when=asyncio.FIRST_COMPLETED)
-            if not future.done():
-                self.raise_failure()
-        if isinstance(error := future.exception(), RuntimeError):  # gloo and NCCL have no narrower class
-            raise GroupError(str(error)) from error
-        return future.result()
-
-    def raise_failure(self) -> None:
-        """Raise GroupError where an answer that has come tells of one."""
-        for task in [task for task in self._pending if task.done()]:
-            url, failure = self._pending.pop(task), task.result()
-            if failure is not None:
-                self._sent.failures[url] = failure
-        if self._sent.failures:
-            raise GroupError("; ".join(map(str, self._sent.failures.values())))
-
-    async def rest(self) -> None:
-        """Wait for all of them."""
-        while self._pending:
-            await asyncio.wait(self._pending, return_when=asyncio.FIRST_COMPLETED)
-            self.raise_failure()
-
-    async def last_words(self, error: GroupError) -> None:
-        """Collect what still comes within a moment; who says nothing is lost."""
-        if self._pending:
-            await asyncio.wait(self._pending, timeout=_LAST_WORDS_S)
-        for task, url in self._pending.items():
-            failure = task.result() if task.done() else ServerLostError(f"{url}: does not leave the broken group")
-            task.cancel()
-            if failure is not None:
-                self._sent.failures.setdefault(url, failure)
-        self._pending.clear()

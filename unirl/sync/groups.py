@@ -32,13 +32,14 @@ class Group:
         self.buffers = Buffers(partial(torch.empty, dtype=torch.uint8, device=device))
         self._backend = backend
 
-    def broadcast(self, flat: torch.Tensor, timeout: timedelta) -> None:
-        """Give [num_bytes] uint8 to all. Raises RuntimeError where a peer is lost or the time is over."""
+    def broadcast(self, tensors: Sequence[torch.Tensor], timeout: timedelta) -> None:
+        """Give them to all, one after the other. Raises RuntimeError where a peer is lost or the time is over."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timeout
         backend = self._backend  # kept by this call alone once the group is aborted
-        backend.broadcast([flat], options).wait(timeout)
+        for under_way in [backend.broadcast([tensor], options) for tensor in tensors]:
+            under_way.wait(timeout)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 

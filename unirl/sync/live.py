@@ -161,7 +161,13 @@ def _check(update: Update) -> None:
 
 def _destinations(servers: Sequence[Server]) -> tuple[Destination, ...]:
     return tuple(
-        Destination(*server.endpoint, tp=server.info.tp, device=server.info.device, gpus=_uuids(server))
+        Destination(
+            *server.endpoint,
+            tp=server.info.tp,
+            device=server.info.device,
+            streams=server.info.streams,
+            gpus=_uuids(server),
+        )
         for server in servers
     )
 

@@ -6,6 +6,7 @@ functions for shared memory. It is made here of nothing else, and without SGLang
 
 import base64
 import io
+import pickle
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,11 @@ from unirl.sync.buckets import Bucket
 
 _CUDA_DEVICE = 6
 """Place of the device among the arguments of torch's `rebuild_cuda_tensor`."""
+
+
+def plain_payload(value: dict[str, Any]) -> str:
+    """Of texts and numbers."""
+    return base64.b64encode(pickle.dumps(value)).decode()
 
 
 def tensor_payload(bucket: Bucket) -> str:

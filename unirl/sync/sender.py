@@ -8,20 +8,23 @@ from dataclasses import dataclass, field
 
 import torch
 
-from unirl.rollout.sglang import ChecksumCollector, RequestRefusedError, ServerControl, ServerLostError, SGLangClient
-from unirl.sync.buckets import Bucket
+from unirl.rollout.sglang import ChecksumCollector, ServerControl, SGLangClient
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Destination:
-    """A server as a sender sees it. gpus: UUIDs of the devices of its processes, where they are known."""
+    """A server as a sender sees it.
+
+    streams: see `ServerInfo`. gpus: UUIDs of the devices of its processes, where they are known.
+    """
 
     url: str
     api_key: str | None = field(repr=False)
     tp: int
     device: str
+    streams: bool = False
     gpus: tuple[str, ...] = ()
 
 
@@ -80,17 +83,8 @@ class Sender(ABC):
     async def _send(self, weights: Weights, controls: dict[str, ServerControl], sent: Sent) -> None:
         """Send all of them, and note who fails."""
 
-    def _marks(self, bucket: Bucket) -> dict:
-        """What every request says of its bucket."""
-        if bucket.is_last and self.version is not None:
+    def _marks(self, is_last: bool) -> dict:
+        """What every request says of what it brings; `is_last` of what this sender sends."""
+        if is_last and self.version is not None:
             return {"flush_cache": self.flush, "weight_version": str(self.version)}
         return {"flush_cache": False}
-
-
-async def answer(call) -> Exception | None:
-    """How a server takes a request: None, or why not."""
-    try:
-        await call
-    except (ServerLostError, RequestRefusedError) as error:
-        return error
-    return None

@@ -36,11 +36,17 @@ def allocate_shared(num_bytes: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
+def name_of(part: torch.Tensor) -> tuple[str, int]:
+    """Where all of that is in FOLDER, and the number of its bytes, which are the last ones there."""
+    _, name, num_bytes = part.untyped_storage()._share_filename_cpu_()
+    return name.decode().removeprefix("/"), num_bytes
+
+
 def release_shared(buffer: torch.Tensor) -> None:
     """Take its name away: it is gone with the last process that has it mapped, and nobody can map it any more."""
-    _, name, _ = buffer.untyped_storage()._share_filename_cpu_()
+    name, _ = name_of(buffer)
     with suppress(FileNotFoundError):
-        (FOLDER / name.decode().removeprefix("/")).unlink()
+        (FOLDER / name).unlink()
 
 
 _idle: list[Buffers] = []

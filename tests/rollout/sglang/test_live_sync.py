@@ -1,5 +1,6 @@
 """Weights that a real server is given by tensor and by broadcast, from one process and from ranks of a trainer."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.rollout.sglang.conftest import OVERRIDES, perturbed, weights_of, while_generating
 from tests.rollout.sglang.test_weights import REQUEST, assert_holds
@@ -23,6 +25,8 @@ from unirl.types import GenerationRequest
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 TRANSFERS = {"tensor": TensorTransfer, "distributed": DistributedTransfer}
+IN_BUCKETS = [f"{mode} in buckets" for mode in TRANSFERS]
+"""As to a server that takes no stream: a request for each bucket."""
 BUCKET_BYTES = 20_000
 LIMIT_S = 120.0
 
@@ -48,8 +52,11 @@ def silent(engine) -> Iterator[SGLangRolloutEngine]:
 
 @pytest.fixture(params=TRANSFERS)
 def live(silent, recipe_dir, request) -> Iterator[SGLangRolloutEngine]:
-    transfer = TRANSFERS[request.param](bucket_bytes=BUCKET_BYTES, timeout_s=LIMIT_S)
+    transfer = TRANSFERS[request.param.split()[0]](bucket_bytes=BUCKET_BYTES, timeout_s=LIMIT_S)
     live = attached(silent, recipe_dir / "model", transfer)
+    [server] = live._fleet.servers
+    assert server.info.streams
+    server.info = replace(server.info, streams=request.param not in IN_BUCKETS)
     yield live
     live.close()
 
@@ -82,6 +89,7 @@ class Interrupted:
         return consume(iter(self))
 
 
+@pytest.mark.parametrize("live", [*TRANSFERS, *IN_BUCKETS], indirect=True)
 def test_new_weights_are_sampled_from_and_do_not_drift(live, model):
     live.update_weights(perturbed(model), 1)
     assert live.metrics()["sync/gb_per_s"] > 0
@@ -139,6 +147,7 @@ def test_weights_of_another_model_reach_no_server(live, model, fault):
     assert_holds(live, model)
 
 
+@pytest.mark.parametrize("live", IN_BUCKETS, indirect=True)
 def test_a_server_that_rejects_a_bucket_keeps_nobody_waiting(live, model):
     """Its session is ended in the middle: it answers, and does not take part in the broadcast."""
     live.update_weights(weights_of(model), 1)
@@ -147,15 +156,86 @@ def test_a_server_that_rejects_a_bucket_keeps_nobody_waiting(live, model):
         control = live.controls[0]
         live.run(control.end_weight_update(timeout_s=60))
 
+    check_refusal(live, Interrupted(perturbed(model), end_session))
+    live.update_weights(weights_of(model), 3)
+    assert_holds(live, model)
+
+
+def test_a_server_that_rejects_a_stream_keeps_nobody_waiting(live, model, monkeypatch):
+    live.update_weights(weights_of(model), 1)
+
+    async def begin(server) -> None:
+        """No session."""
+
+    with monkeypatch.context() as patch:
+        patch.setattr(live._publisher._transfer, "_begin", begin)
+        check_refusal(live, LocalWeights(lambda: perturbed(model)))
+    live.update_weights(weights_of(model), 3)
+    assert_holds(live, model)
+
+
+def check_refusal(live: SGLangRolloutEngine, weights) -> None:
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"refused the weights: .* must run between begin_weight_update"):
-        live.update_weights(Interrupted(perturbed(model), end_session), 2)
+        live.update_weights(weights, 2)
     assert time.monotonic() - started < LIMIT_S / 2
     assert shared_memory() == []
     with pytest.raises(WeightSyncError, match="the last weight update failed"):
         live.generate([REQUEST])
+
+
+def test_a_trainer_that_fails_in_the_middle_leaves_no_server_waiting(live, model):
+    live.update_weights(weights_of(model), 1)
+
+    def fail() -> None:
+        raise RuntimeError("a rank was lost")
+
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="a rank was lost"):
+        live.update_weights(Interrupted(perturbed(model), fail), 2)
+    assert shared_memory() == []
     live.update_weights(weights_of(model), 3)
+    assert time.monotonic() - started < LIMIT_S / 2
     assert_holds(live, model)
+
+
+@pytest.mark.parametrize("live", [*TRANSFERS, "distributed in buckets"], indirect=True)
+def test_a_server_outlives_a_trainer_that_is_killed_in_the_middle(live, model, recipe_dir, request):
+    [(url, key)] = live.endpoints
+    mode = request.node.callspec.params["live"]
+    trainer = multiprocessing.get_context("spawn").Process(
+        target=die_in_the_middle, args=(recipe_dir / "model", url, key, mode.split()[0], mode not in IN_BUCKETS)
+    )
+    trainer.start()
+    trainer.join(LIMIT_S)
+    assert trainer.exitcode == -signal.SIGKILL
+    started = time.monotonic()
+    live.update_weights(weights_of(model), 2)
+    assert time.monotonic() - started < LIMIT_S / 2
+    assert live.metrics()["rollout/server_restarts"] == 0
+    assert_holds(live, model)
+
+
+def die_in_the_middle(model_path, url: str, key: str, mode: str, streams: bool) -> None:
+    transfer = TRANSFERS[mode](bucket_bytes=BUCKET_BYTES, timeout_s=LIMIT_S)
+    engine = SGLangRolloutEngine(model_path, [url], transfer, api_key=key)
+    [server] = engine._fleet.servers
+    server.info = replace(server.info, streams=streams)
+    weights = list(load_file(model_path / "model.safetensors").items())
+    engine.update_weights(LocalWeights(lambda: weights), 1)
+    engine.update_weights(Interrupted(weights, lambda: os.kill(os.getpid(), signal.SIGKILL)), 2)
+
+
+def test_a_paused_server_sleeps(silent):
+    """It leaves its core to the trainer."""
+    [scheduler] = [process for process in server_processes(silent) if "scheduler" in " ".join(process.cmdline())]
+    silent.pause("retract")
+    try:
+        before = sum(scheduler.cpu_times()[:2])
+        time.sleep(3)
+        assert sum(scheduler.cpu_times()[:2]) - before < 1.0
+    finally:
+        silent.resume()
 
 
 def test_memory_is_released_until_the_next_update(live, model):

@@ -2,7 +2,7 @@
 
 from unirl.rollout.sglang.checksums import ChecksumCollector
 from unirl.rollout.sglang.client import RequestRefusedError, ServerLostError, SGLangClient
-from unirl.rollout.sglang.control import ServerControl
+from unirl.rollout.sglang.control import STREAM_FORMAT, ServerControl
 from unirl.rollout.sglang.engine import EngineOptions, SGLangRolloutEngine
 from unirl.rollout.sglang.fleet import FleetLimits
 from unirl.rollout.sglang.guard import API_KEY_VARIABLE
@@ -13,6 +13,7 @@ from unirl.rollout.sglang.transfer import Update, WeightSyncError, WeightTransfe
 
 __all__ = [
     "API_KEY_VARIABLE",
+    "STREAM_FORMAT",
     "ChecksumCollector",
     "EngineOptions",
     "FleetLimits",

@@ -40,8 +40,8 @@ class SGLangClient:
         """The answer's JSON, or its text. Raises ServerLostError, RequestRefusedError."""
         return await self._call("GET", path, None, timeout_s)
 
-    async def post(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float) -> Any:
-        """The same for a POST; it is never repeated here."""
+    async def post(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None) -> Any:
+        """The same for a POST; it is never repeated here. Without a limit, the caller has one of his own."""
         return await self._call("POST", path, body, timeout_s)
 
     async def stream(self, path: str, body: dict[str, Any], *, silence_s: float) -> AsyncIterator[dict[str, Any]]:
@@ -63,8 +63,10 @@ class SGLangClient:
                 scope.reschedule(0)
         await self._session.close()
 
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
-        limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, _CONNECT_LIMIT_S))
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> Any:
+        limit = aiohttp.ClientTimeout(
+            total=timeout_s, sock_connect=min(timeout_s or _CONNECT_LIMIT_S, _CONNECT_LIMIT_S)
+        )
         async with self._request(method, path, body, limit) as response:
             return await _content(response)
 

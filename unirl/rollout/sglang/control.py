@@ -12,6 +12,9 @@ QUICK_S = 60.0
 MEMORY = ("kv_cache", "weights")
 """Parts of a server's memory that can be given back for a while."""
 
+STREAM_FORMAT = "unirl_stream"
+"""The `load_format` of updates by tensor or broadcast that bring all weights in one request (see `cpu_stubs`)."""
+
 PauseMode = Literal["abort", "retract", "in_place"]
 """What a pause does with samples in progress: end them as aborted; take them out of the batch, their cache given up; or
 leave them where they are, cache kept.
@@ -25,7 +28,7 @@ class ServerInfo:
     context_length: tokens of the longest sample, prompt counted. max_prompt_tokens: of the longest prompt, a bit fewer.
     device, dtype: of the weights. tp: ranks that share them. deterministic: it takes samples' seeds.
     weight_version: text that the last weight update came with; `default` before the first. model_type: of its model's
-    config.
+    config. streams: it takes STREAM_FORMAT.
     """
 
     context_length: int
@@ -36,6 +39,7 @@ class ServerInfo:
     tp: int
     weight_version: str
     model_type: str
+    streams: bool
 
 
 class ServerControl:
@@ -66,6 +70,7 @@ class ServerControl:
             tp=server["tp_size"],
             weight_version=model["weight_version"],
             model_type=model["model_type"],
+            streams=STREAM_FORMAT in (server["custom_weight_loader"] or ()),
         )
 
     async def running(self) -> int:
@@ -105,8 +110,8 @@ class ServerControl:
     async def end_weight_update(self, *, timeout_s: float) -> None:
         await self.client.post("/end_weight_update", {}, timeout_s=timeout_s)
 
-    async def update_weights(self, how: str, body: dict[str, Any], *, timeout_s: float) -> None:
-        """`/update_weights_from_{how}` (disk, tensor, distributed)."""
+    async def update_weights(self, how: str, body: dict[str, Any], *, timeout_s: float | None) -> None:
+        """`/update_weights_from_{how}` (disk, tensor, distributed); without a limit, the caller has one of his own."""
         await self.client.post(f"/update_weights_from_{how}", body, timeout_s=timeout_s)
 
     async def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.errors import UserError
+from unirl.rollout.sglang.control import STREAM_FORMAT
 
 PYTHON_VARIABLE = "UNIRL_SGLANG_PYTHON"
 DEFAULT_PYTHON = Path(".venv-sglang/bin/python")
@@ -111,6 +112,7 @@ def _cpu_arguments(options: ServerOptions) -> dict[str, Any]:
         "disable_overlap_schedule": True,
         "sleep_on_idle": True,  # else it takes a core from the trainer while it waits
         "mem_fraction_static": options.mem_fraction or _CPU_MEM_FRACTION,
+        "custom_weight_loader": [STREAM_FORMAT],
     }
 
 
