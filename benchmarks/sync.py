@@ -5,9 +5,10 @@
 A random model of about 1 GB (Qwen3 architecture, float32) goes to a server on CPU by every `sync.mode`. Beside them:
 
 - memcpy: a copy of the same tensors within the process, in the same rounds (the measure of `tensor`)
-- copies: two such copies at the same time, by two threads; no way through shared memory is faster, since the trainer
+- copies: two such copies at the same time, by two threads; a way through shared memory makes as many, since the trainer
   writes every byte there and the server reads it
-- served: the requests of `tensor` about buffers that nobody fills, so what the server takes for itself
+- served: the stream of `tensor` with buckets that nobody fills, so what the server takes for itself
+- tensor_each, distributed_each: SGLang's own updates, a request for each bucket
 - gloo: a broadcast of the same buckets to a process that does nothing with them, before and after (the measure of
   `distributed`)
 
@@ -22,8 +23,10 @@ import os
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,9 +38,10 @@ from unirl.cluster.spawn import run_ranks
 from unirl.rollout.sglang import EngineOptions, FleetLimits, ServerOptions, SGLangRolloutEngine, find_python
 from unirl.rollout.weights import LocalWeights
 from unirl.sync import DiskTransfer, DistributedTransfer, TensorTransfer
-from unirl.sync.buckets import NUM_BUFFERS, Buffers, Packer
-from unirl.sync.payload import tensor_payload
+from unirl.sync.buckets import Buffers, Packer
 from unirl.sync.shared_memory import allocate_shared, release_shared
+from unirl.sync.stream import Readers
+from unirl.sync.tensor import CACHED_BYTES
 
 TARGETS = {"tensor": ("memcpy", 0.5), "distributed": ("gloo", 0.7)}
 """Mode -> what it is measured by, and the share of its throughput that is asked for."""
@@ -82,13 +86,13 @@ def two_copies(weights: list[tuple[str, torch.Tensor]]) -> Callable[[], None]:
     return lambda: list(threads.map(lambda copy: copy(), copies))
 
 
-class Requests:
-    """Those of a sync by tensor, whose buffers are left as they are."""
+class Served:
+    """The stream of a sync by tensor, whose buckets are left as they are."""
 
-    def __init__(self, engine: SGLangRolloutEngine, weights: list[tuple[str, torch.Tensor]], bucket_bytes: int):
+    def __init__(self, engine: SGLangRolloutEngine, weights: list[tuple[str, torch.Tensor]]):
         self._engine = engine
         self._buffers = Buffers(allocate_shared, release_shared)
-        packer = Packer(iter(weights), bucket_bytes, self._buffers)
+        packer = Packer(iter(weights), CACHED_BYTES, self._buffers)
         self._buckets = []
         while packer.has_more:
             self._buckets.append(packer.pack())
@@ -100,15 +104,17 @@ class Requests:
         [control] = self._engine.controls
         await control.pause("retract")
         await control.begin_weight_update()
-        places = asyncio.Semaphore(NUM_BUFFERS)
-        await asyncio.gather(*(self._post(control, bucket, places) for bucket in self._buckets))
+        async with Readers(1, 600) as readers:
+            body = {**readers.request(1), "flush_cache": True}
+            answered = asyncio.create_task(control.update_weights("tensor", body, timeout_s=600))
+            await readers.all_here()
+            for bucket in self._buckets:
+                await readers.room()
+                readers.tell(bucket)
+            readers.tell_end()
+            await answered
         await control.end_weight_update(timeout_s=600)
         await control.resume()
-
-    async def _post(self, control, bucket, places: asyncio.Semaphore) -> None:
-        async with places:
-            payload = {"serialized_named_tensors": [tensor_payload(bucket)], "load_format": "flattened_bucket"}
-            await control.update_weights("tensor", {**payload, "flush_cache": bucket.is_last}, timeout_s=600)
 
     def close(self) -> None:
         self._buffers.clear()
@@ -139,8 +145,8 @@ def measure(rounds: int, num_layers: int, bucket_mb: int) -> dict:
         limits = {"bucket_bytes": bucket_bytes, "timeout_s": 600}
         transfers = {
             "disk": DiskTransfer(folder / "weights", **limits),
-            "tensor": TensorTransfer(**limits),
-            "distributed": DistributedTransfer(**limits),
+            **{name: TensorTransfer(**limits) for name in ("tensor", "tensor_each")},
+            **{name: DistributedTransfer(**limits) for name in ("distributed", "distributed_each")},
         }
         seconds = run_rounds(folder, weights, transfers, rounds, (num_bytes, bucket_bytes))
     return summary(seconds, num_bytes, bucket_mb)
@@ -157,30 +163,39 @@ def run_rounds(folder: Path, weights: list, transfers: dict, rounds: int, sizes:
         arguments={"max_total_tokens": 512},
     )
     common = {"limits": FleetLimits(start_timeout_s=1200), "options": EngineOptions(checksum_every=0)}
-    seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", "copies", "gloo", "served", *transfers)}
+    seconds: dict[str, list[float]] = defaultdict(list)
     engines = {"disk": SGLangRolloutEngine(folder / "model", [options], transfers["disk"], **common)}
     try:
         [(url, key)] = engines["disk"].endpoints
-        for name in ("tensor", "distributed"):
+        for name in [name for name in transfers if name != "disk"]:
             engines[name] = SGLangRolloutEngine(folder / "model", [url], transfers[name], api_key=key, **common)
+            [server] = engines[name]._fleet.servers
+            server.info = replace(server.info, streams=not name.endswith("_each"))
         source = LocalWeights(lambda: weights)
-        requests = Requests(engines["tensor"], weights, sizes[1])
-        ways = {"memcpy": memcpy(weights), "copies": two_copies(weights), "served": requests.send}
+        served = Served(engines["tensor"], weights)
+        ways = {"memcpy": memcpy(weights), "copies": two_copies(weights), "served": served.send}
         ways |= {name: publish(engine, source) for name, engine in engines.items()}
+        disk = {"disk": ways.pop("disk")}  # last, and alone: the kernel writes on for a while
         seconds["gloo"] += run_ranks(broadcast_rank, 2, *sizes, rounds // 2, timeout_s=600)[0]
-        for round_number in range(rounds + 1):
-            for name, act in ways.items():
-                started = time.perf_counter()
-                act()
-                if round_number:  # the first one sets up
-                    seconds[name].append(time.perf_counter() - started)
-            print({name: round(found[-1], 2) for name, found in seconds.items() if found}, flush=True)
-        requests.close()
+        take_turns(ways, rounds, seconds)
+        served.close()
         seconds["gloo"] += run_ranks(broadcast_rank, 2, *sizes, rounds - rounds // 2, timeout_s=600)[0]
+        take_turns(disk, rounds, seconds)
     finally:
         for engine in reversed(engines.values()):
             engine.close()
     return seconds
+
+
+def take_turns(ways: dict[str, Callable[[], None]], rounds: int, seconds: dict[str, list[float]]) -> None:
+    """Every way once in a round."""
+    for round_number in range(rounds + 1):
+        for name, act in ways.items():
+            started = time.perf_counter()
+            act()
+            if round_number:  # the first one sets up
+                seconds[name].append(time.perf_counter() - started)
+        print({name: round(found[-1], 3) for name, found in seconds.items()}, flush=True)
 
 
 def publish(engine: SGLangRolloutEngine, source: LocalWeights) -> Callable[[], None]:
@@ -198,6 +213,7 @@ def summary(seconds: dict[str, list[float]], num_bytes: int, bucket_mb: int) -> 
         "cpus": len(os.sched_getaffinity(0)),
         "load_average": [round(load, 1) for load in os.getloadavg()],
         "torch": torch.__version__,
+        "tcp_congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
         "median_s": {name: round(value, 3) for name, value in medians.items()},
         "gb_per_s": {name: round(num_bytes / value / 1e9, 3) for name, value in medians.items()},
         "ratio": {name: round(medians[base] / medians[name], 3) for name, (base, _) in TARGETS.items()},

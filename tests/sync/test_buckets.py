@@ -75,6 +75,21 @@ def test_two_buffers_are_held_and_no_weight_longer_than_needed():
     assert allocated == [80, 80]
 
 
+@pytest.mark.parametrize("held", [20, 400])
+def test_buffers_of_a_sync_with_other_buckets_are_used_as_they_are(held):
+    buffers = Buffers(new)
+    earlier = Packer(iter([("x", torch.zeros(held // 4)), ("y", torch.zeros(held // 4))]), held, buffers)
+    places = {earlier.pack().flat.data_ptr(), earlier.pack().flat.data_ptr()}
+    packer = Packer(((f"w{i}", torch.full((5,), float(i))) for i in range(8)), 50, buffers)
+    numbers = []
+    while packer.has_more:
+        bucket = packer.pack()
+        assert bucket.flat.data_ptr() in places
+        assert len(bucket.flat) == min(held, 40)
+        numbers += [float(tensor[0]) for tensor in unpacked(bucket).values()]
+    assert numbers == list(range(8))
+
+
 def test_a_payload_refers_to_memory_by_plain_types_alone():
     weights = {"a": torch.randn(1000), "b": torch.randn(50, 20)}
     buffers = Buffers(allocate_shared, release_shared)

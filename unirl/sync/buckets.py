@@ -95,11 +95,12 @@ class Packer:
         """The next bucket; there must be more."""
         dtype = self._next[1].dtype
         buffer = self._buffers.next(self._next[1].nbytes, self._bucket_bytes)
+        limit = min(len(buffer), max(self._bucket_bytes, self._next[1].nbytes))  # it may be of syncs with other buckets
         entries, position = [], 0
         while self._next is not None:
             name, tensor = self._next
             end = position + tensor.nbytes
-            if (end > self._bucket_bytes and entries) or tensor.dtype != dtype:
+            if end > limit or tensor.dtype != dtype:
                 break
             buffer[position:end].view(dtype).view(tensor.shape).copy_(tensor)
             entries.append(Entry(name, dtype, tuple(tensor.shape), position, end))

@@ -16,7 +16,7 @@ from unirl.sync.sender import Destination, Sender, Sent, Weights
 from unirl.sync.shared_memory import shared_buffers
 from unirl.sync.stream import Readers
 
-_CACHED_BYTES = 16_000_000
+CACHED_BYTES = 16_000_000
 """A bucket of a stream is still in the processor's cache when the server reads it."""
 
 
@@ -35,7 +35,7 @@ class TensorSender(Sender):
     async def _stream(self, weights: Weights, controls: dict[str, ServerControl], sent: Sent) -> None:
         """One request. Where a server fails it ends for all of them."""
         replies = Replies(sent)
-        bucket_bytes = min(self.bucket_bytes, _CACHED_BYTES)
+        bucket_bytes = min(self.bucket_bytes, CACHED_BYTES)
         try:
             async with Readers(sum(server.tp for server in self.servers), self.timeout_s) as readers:
                 for server in self.servers:
