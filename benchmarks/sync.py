@@ -171,6 +171,8 @@ def run_rounds(folder: Path, weights: list, transfers: dict, rounds: int, sizes:
             engines[name] = SGLangRolloutEngine(folder / "model", [url], transfers[name], api_key=key, **common)
             [server] = engines[name]._fleet.servers
             server.info = replace(server.info, streams=not name.endswith("_each"))
+        for engine in engines.values():
+            engine.run(engine._fleet.keep_quiet())  # to give a sign of life a server decodes a token
         source = LocalWeights(lambda: weights)
         served = Served(engines["tensor"], weights)
         ways = {"memcpy": memcpy(weights), "copies": two_copies(weights), "served": served.send}
@@ -183,6 +185,7 @@ def run_rounds(folder: Path, weights: list, transfers: dict, rounds: int, sizes:
         take_turns(disk, rounds, seconds)
     finally:
         for engine in reversed(engines.values()):
+            engine._fleet.end_quiet()
             engine.close()
     return seconds
 
