@@ -70,7 +70,7 @@ class ServerControl:
             tp=server["tp_size"],
             weight_version=model["weight_version"],
             model_type=model["model_type"],
-            streams=STREAM_FORMAT in (server["custom_weight_loader"] or ()),
+            streams=STREAM_FORMAT in (server.get("custom_weight_loader") or ()),
         )
 
     async def running(self) -> int:

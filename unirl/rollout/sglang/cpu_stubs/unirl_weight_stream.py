@@ -23,7 +23,6 @@ import torch.distributed as dist
 NAME = "unirl_stream"
 """The `load_format` of such a request. A server that knows it lists it among its custom weight loaders."""
 
-
 _KEPT_BUFFERS = 4
 """Two that a trainer fills in turn, for each of two pipeline stages. They stay mapped: pages that are new to a process
 cost more than to copy what is in them.
