@@ -16,7 +16,7 @@ from unirl.sync.buckets import Buffers, Packer
 from unirl.sync.groups import Group
 from unirl.sync.replies import BrokenOffError
 from unirl.sync.shared_memory import allocate_shared, release_shared
-from unirl.sync.stream import Readers, described
+from unirl.sync.stream import Readers, to_broadcast
 
 
 def server_end():
@@ -40,6 +40,7 @@ def some_weights() -> dict[str, torch.Tensor]:
         **{f"w{i}": (7,) for i in range(50)},
     }
     weights = {name: torch.randn(shape) for name, shape in shapes.items()}
+    weights["empty"] = torch.empty(0, 3, dtype=torch.float16)  # a bucket without a byte
     weights["bf16"] = torch.randn(7).bfloat16()
     weights["double"] = torch.randn(3, 3, dtype=torch.float64)
     return weights
@@ -168,11 +169,8 @@ def broadcast_rank() -> list[tuple[str, torch.Tensor]]:
         sender = Group("stream", (), group._get_backend(torch.device("cpu")), torch.device("cpu"))
         packer = Packer(iter(some_weights().items()), 60, sender.buffers)
         while packer.has_more:
-            bucket = packer.pack()
-            description = described(bucket)
-            parts = [torch.tensor([len(description), len(bucket.flat)]), description, bucket.flat]
-            sender.broadcast(parts, dist.default_pg_timeout)
-        sender.broadcast([torch.zeros(2, dtype=torch.int64)], dist.default_pg_timeout)
+            sender.broadcast(to_broadcast(packer.pack()), dist.default_pg_timeout)
+        sender.broadcast(to_broadcast(None), dist.default_pg_timeout)
         return []
     return list(server_end().from_group(group))  # which holds on to all of them
 

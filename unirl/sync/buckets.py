@@ -22,6 +22,11 @@ class Entry:
     start: int
     end: int
 
+    @property
+    def dtype_name(self) -> str:
+        """As servers write it: `float32`."""
+        return str(self.dtype).removeprefix("torch.")
+
 
 @dataclass(frozen=True)
 class Bucket:

@@ -6,14 +6,12 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
-
 from unirl.rollout.sglang import STREAM_FORMAT, ServerControl
 from unirl.sync.buckets import Packer
 from unirl.sync.groups import Group, current_group, drop_group, in_daemon, open_group
 from unirl.sync.replies import BrokenOffError, Replies
 from unirl.sync.sender import Sender, Sent, Weights
-from unirl.sync.stream import described
+from unirl.sync.stream import to_broadcast
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class BroadcastSender(Sender):
                 controls,
                 replies,
                 names=[entry.name for entry in bucket.entries],
-                dtypes=[str(entry.dtype).removeprefix("torch.") for entry in bucket.entries],
+                dtypes=[entry.dtype_name for entry in bucket.entries],
                 shapes=[list(entry.shape) for entry in bucket.entries],
                 load_format="flattened_bucket",
                 **self._marks(bucket.is_last),
@@ -70,13 +68,10 @@ class BroadcastSender(Sender):
         on_its_way = in_daemon(lambda: None)
         while packer.has_more:
             bucket = await asyncio.to_thread(packer.pack)
-            description = described(bucket)
-            sizes = torch.tensor([len(description), len(bucket.flat)])
             await replies.watch(on_its_way)
-            parts = [sizes, description, bucket.flat]
-            on_its_way = in_daemon(partial(group.broadcast, parts, self._timeout))
+            on_its_way = in_daemon(partial(group.broadcast, to_broadcast(bucket), self._timeout))
         await replies.watch(on_its_way)
-        await replies.watch(in_daemon(partial(group.broadcast, [torch.zeros(2, dtype=torch.int64)], self._timeout)))
+        await replies.watch(in_daemon(partial(group.broadcast, to_broadcast(None), self._timeout)))
         await replies.rest(self.timeout_s)
 
     @property

@@ -22,15 +22,19 @@ from unirl.sync.shared_memory import name_of
 
 def _entries(bucket: Bucket) -> list[tuple]:
     """Its tensors, in JSON's types."""
-    return [
-        (entry.name, str(entry.dtype).removeprefix("torch."), entry.shape, entry.start, entry.end)
-        for entry in bucket.entries
-    ]
+    return [(entry.name, entry.dtype_name, entry.shape, entry.start, entry.end) for entry in bucket.entries]
 
 
-def described(bucket: Bucket) -> torch.Tensor:
-    """Its tensors, as JSON in [num_bytes] uint8."""
-    return torch.frombuffer(bytearray(json.dumps(_entries(bucket)).encode()), dtype=torch.uint8)
+def to_broadcast(bucket: Bucket | None) -> list[torch.Tensor]:
+    """What is broadcast of a bucket, one tensor after the other; None: there are no more.
+
+    [2] int64, the sizes of the others (0 for the first of them at the end); [so many] uint8, its tensors in JSON;
+    [so many] uint8, what is in them.
+    """
+    if bucket is None:
+        return [torch.zeros(2, dtype=torch.int64)]
+    description = torch.frombuffer(bytearray(json.dumps(_entries(bucket)).encode()), dtype=torch.uint8)
+    return [torch.tensor([len(description), len(bucket.flat)]), description, bucket.flat]
 
 
 class Readers:

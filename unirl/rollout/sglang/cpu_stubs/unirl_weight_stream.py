@@ -98,7 +98,7 @@ def from_group(group: dist.ProcessGroup) -> Iterator[tuple[str, torch.Tensor]]:
     while True:
         dist.broadcast(sizes, 0, group)
         described, num_bytes = sizes.tolist()
-        if not num_bytes:
+        if not described:
             break
         description = torch.empty(described, dtype=torch.uint8)
         dist.broadcast(description, 0, group)
@@ -126,9 +126,9 @@ class Memory:
         memory = next((kept for kept in unused if len(kept) >= num_bytes), None)
         if memory is None:
             self._kept = [kept for kept in self._kept if kept not in unused]
-            memory = mmap.mmap(-1, num_bytes)
+            memory = mmap.mmap(-1, max(num_bytes, 1))
             self._kept.append(memory)
-        return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
+        return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
 
 _REFERENCES_UNUSED = 3
